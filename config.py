@@ -1,0 +1,289 @@
+"""Every knob on one page: a frozen dataclass tree, its file + command-line loader, and the rules between fields.
+
+A config file is Python that names one `config`; another file imports it and calls `change`. The command line
+overrides both: `python train.py configs/quickstart.py --optim.lr 1e-3`. Constructors do not check (a file may build
+a config in any order); `load` checks every field's type and then `validate` the rules that join several fields.
+"""
+import contextlib
+import dataclasses
+import difflib
+import json
+import runpy
+import sys
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+Attention = Literal["auto", "flash_attn2", "sdpa", "sdpa:flash", "sdpa:cudnn", "sdpa:efficient", "sdpa:math", "reference"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    name: str = ""
+    """Name of the run, in W&B too; empty: the name of the config file."""
+    dir: str = ""
+    """Folder that keeps the run; empty: runs/NAME, or runs/NAME-2 and so on where that is taken."""
+    seed: int = 1337
+    """Seeds the weights and the order of the data."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """auto: the GPU if there is one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    source: str = "books"
+    """books (the embedded corpus), or a file, folder or glob of txt, jsonl or parquet."""
+    text_column: str = "text"
+    """Column that holds the text in jsonl and parquet files."""
+    tokenizer: Literal["bytes", "gpt2"] = "bytes"
+    """bytes: 256 values and an end id; gpt2: its byte-level BPE, 50,257 ids."""
+    dir: str = ""
+    """Folder of the token shards; empty: data/shards/SOURCE-TOKENIZER, prepared when absent."""
+    val_fraction: float = 0.05
+    """Share of documents held out, by hash of the text (books: named works are held out instead)."""
+    seq_len: int = 1024
+    """T: tokens in a row."""
+    batch: int = 1
+    """Rows in one micro-batch of one rank."""
+    document_mask: bool = True
+    """Tokens attend only inside their own document; False: over the whole row."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    n_layer: int = 12
+    n_head: int = 12
+    n_kv_head: int = 0
+    """Heads of K and V (grouped-query attention); 0: n_head."""
+    d_model: int = 768
+    d_ff: int = 0
+    """Width of the MLP; 0: 4 d_model for gelu, 8/3 d_model rounded up to a multiple of 64 for swiglu."""
+    mlp: Literal["gelu", "swiglu"] = "gelu"
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    position: Literal["learned", "rope"] = "learned"
+    rope_theta: float = 10_000.0
+    qk_norm: bool = False
+    """RMSNorm on the heads of q and k, before RoPE."""
+    bias: bool = True
+    """Biases in linear layers and LayerNorm."""
+    tied_embeddings: bool = True
+    vocab_multiple: int = 1
+    """Rows of the embedding are padded up to a multiple of this (64 or 128 is faster on a GPU)."""
+    window: int = 0
+    """W: number of keys a query of an S layer sees, itself included."""
+    window_pattern: str = "L"
+    """One letter a layer, repeated: L sees the whole row, S the last `window` keys. "LSSS" is one in four."""
+    attention: Attention = "auto"
+    """auto: flash_attn2 on a GPU, sdpa on a CPU. sdpa:NAME forces one of torch's kernels."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optim:
+    lr: float = 6e-4
+    min_lr: float = 6e-5
+    """Learning rate at the end of the cosine."""
+    warmup_steps: int = 100
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    """On matrices only."""
+    grad_clip: float = 1.0
+    """Largest norm of the whole gradient; 0: no clipping."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    max_steps: int = 1000
+    tokens_per_step: int = 0
+    """Tokens of one optimizer step over all ranks; 0: one micro-batch a rank. More: gradient accumulation."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Autocast dtype; auto: bfloat16 on a GPU, float32 on a CPU."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """torch.compile; auto: on for a GPU."""
+    deterministic: bool = False
+    """Bit-for-bit repeatable, with slower kernels where that needs them."""
+    eval_every: int = 250
+    """Steps between evaluations; 0: at the end only. The end always evaluates the whole held-out split."""
+    eval_tokens: int = 100_000
+    """Held-out tokens of an evaluation on the way, the same ones every time."""
+    checkpoint_every: int = 250
+    """Steps between checkpoints; 0: at the end only."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Log:
+    every: int = 10
+    """Steps between two rows in metrics.jsonl, W&B and the terminal."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metrics:
+    peak_tflops: float = 0.0
+    """Dense peak of one device in TFLOP/s at the training dtype, for MFU; 0: looked up by device name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wandb:
+    mode: Literal["auto", "online", "offline", "disabled"] = "auto"
+    """auto: WANDB_MODE if set, else online if logged in, else offline. Never asks."""
+    project: str = "nanolong"
+    group: str = ""
+    tags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    run: Run = field(default_factory=Run)
+    data: Data = field(default_factory=Data)
+    model: Model = field(default_factory=Model)
+    optim: Optim = field(default_factory=Optim)
+    train: Train = field(default_factory=Train)
+    log: Log = field(default_factory=Log)
+    metrics: Metrics = field(default_factory=Metrics)
+    wandb: Wandb = field(default_factory=Wandb)
+
+
+def change(base: Config, **sections: dict) -> Config:
+    """A copy of `base` with some fields replaced: change(base, data=dict(seq_len=4096)). ValueError: no such field."""
+    for section, fields in sections.items():
+        _known(section, base, "config section")
+        part = getattr(base, section)
+        for name in fields:
+            _known(name, part, f"field of {section}")
+        base = dataclasses.replace(base, **{section: dataclasses.replace(part, **fields)})
+    return base
+
+
+def load(path: str | Path, argv: list[str] = ()) -> Config:
+    """The config of a Python file, or of a run folder's config.json, with the command line's overrides, validated.
+
+    ValueError names the field, its value and the rule; tyro exits with code 2 on an unknown or ill-typed flag."""
+    import tyro
+    path = Path(path)
+    config = from_json(path / "config.json") if path.is_dir() else _from_python(path)
+    check_types(config)
+    config = tyro.cli(Config, default=config, args=list(argv), prog=f"train.py {path}")
+    validate(config)
+    return config
+
+
+def to_json(config: Config) -> str:
+    return json.dumps(dataclasses.asdict(config), indent=2) + "\n"
+
+
+def from_json(path: Path) -> Config:
+    if not path.is_file():
+        raise ValueError(f"{path.parent} is not a run folder: it has no config.json")
+    sections = json.loads(path.read_text())
+    if "tags" in sections.get("wandb", {}):
+        sections["wandb"]["tags"] = tuple(sections["wandb"]["tags"])      # JSON has no tuples
+    return change(Config(), **sections)
+
+
+def _from_python(path: Path) -> Config:
+    if not path.is_file():
+        known = sorted(str(p) for p in Path(__file__).parent.joinpath("configs").glob("*.py"))
+        close = difflib.get_close_matches(path.stem, [Path(p).stem for p in known], n=1)
+        hint = f"; nearest in configs/: {close[0]}.py" if close else ""
+        raise ValueError(f"no config file {str(path)!r}{hint}")
+    try:
+        names = runpy.run_path(str(path))
+    except TypeError as error:       # a dataclass constructor's unexpected keyword, named by Python
+        raise ValueError(f"{path}: {error}{_nearest_to_quoted(str(error))}") from error
+    except SyntaxError as error:
+        raise ValueError(f"{path}: line {error.lineno}: {error.msg}") from error
+    if not isinstance(names.get("config"), Config):
+        raise ValueError(f"{path} must define `config`, a config.Config; found {type(names.get('config')).__name__}")
+    return names["config"]
+
+
+def check_types(config: Config) -> None:
+    """Field by field: typeguard on a dataclass as a whole looks at nothing inside it."""
+    import typeguard
+    for section in dataclasses.fields(config):
+        part, kind = getattr(config, section.name), section.type
+        if not isinstance(part, kind):
+            raise ValueError(f"{section.name} must be a config.{kind.__name__}, not {part!r}")
+        for name, hint in typing.get_type_hints(kind).items():
+            value = getattr(part, name)
+            try:
+                typeguard.check_type(value, hint)
+                wrong = isinstance(value, bool) and hint is not bool      # True is an int to Python
+            except typeguard.TypeCheckError:
+                wrong = True
+            if wrong:
+                raise ValueError(f"{section.name}.{name}={value!r} must be {_spell(hint)}")
+
+
+def validate(c: Config) -> None:
+    """The rules between fields, after all overrides. ValueError: name, value, rule."""
+    positive = dict(seq_len=c.data.seq_len, batch=c.data.batch, n_layer=c.model.n_layer, n_head=c.model.n_head,
+                    d_model=c.model.d_model, vocab_multiple=c.model.vocab_multiple, every=c.log.every, lr=c.optim.lr)
+    for name, value in positive.items():
+        _rule(value > 0, f"{name}={value} must be positive")
+    counts = {"model.n_kv_head": c.model.n_kv_head, "model.d_ff": c.model.d_ff, "model.window": c.model.window,
+              "optim.warmup_steps": c.optim.warmup_steps, "optim.grad_clip": c.optim.grad_clip,
+              "optim.weight_decay": c.optim.weight_decay, "train.max_steps": c.train.max_steps,
+              "train.tokens_per_step": c.train.tokens_per_step, "train.eval_every": c.train.eval_every,
+              "train.eval_tokens": c.train.eval_tokens, "train.checkpoint_every": c.train.checkpoint_every,
+              "metrics.peak_tflops": c.metrics.peak_tflops}
+    for name, value in counts.items():
+        _rule(value >= 0, f"{name}={value} must not be negative")
+    m = c.model
+    _rule(m.d_model % m.n_head == 0, f"model.d_model={m.d_model} must be a multiple of model.n_head={m.n_head}")
+    _rule(m.n_head % (m.n_kv_head or m.n_head) == 0,
+          f"model.n_head={m.n_head} must be a multiple of model.n_kv_head={m.n_kv_head}")
+    _rule(m.position != "rope" or (m.d_model // m.n_head) % 2 == 0,
+          f"model.position='rope' needs an even head width, not d_model / n_head = {m.d_model // m.n_head}")
+    _rule(m.window_pattern and set(m.window_pattern) <= set("LS"),
+          f"model.window_pattern={m.window_pattern!r} must be letters L and S")
+    _rule("S" not in m.window_pattern or m.window > 0,
+          f"model.window_pattern={m.window_pattern!r} has S layers: model.window={m.window} must be at least 1")
+    _rule(m.window == 0 or "S" in m.window_pattern,
+          f"model.window={m.window} is not used: model.window_pattern={m.window_pattern!r} has no S layer")
+    _rule(0 < c.data.val_fraction < 1, f"data.val_fraction={c.data.val_fraction} must lie between 0 and 1")
+    _rule(c.optim.min_lr <= c.optim.lr, f"optim.min_lr={c.optim.min_lr} must not exceed optim.lr={c.optim.lr}")
+    _rule(0 <= c.optim.beta1 < 1 and 0 <= c.optim.beta2 < 1,
+          f"optim.beta1={c.optim.beta1} and optim.beta2={c.optim.beta2} must lie in [0, 1)")
+    micro = c.data.batch * c.data.seq_len
+    _rule(c.train.tokens_per_step % micro == 0, f"train.tokens_per_step={c.train.tokens_per_step} must be a multiple "
+          f"of data.batch * data.seq_len = {micro}")
+
+
+@contextlib.contextmanager
+def one_line_errors():
+    """What a user can mend (ValueError, OSError) is one line on stderr and exit code 2; anything else is our bug."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _rule(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise ValueError(otherwise)
+
+
+def _known(name: str, part, what: str) -> None:
+    names = [f.name for f in dataclasses.fields(part)]
+    if name not in names:
+        raise ValueError(f"no {what} is called {name!r}; nearest: {_nearest(name, names)}")
+
+
+def _nearest(name: str, names: list[str]) -> str:
+    return (difflib.get_close_matches(name, names, n=1, cutoff=0.0) or names)[0]
+
+
+def _nearest_to_quoted(message: str) -> str:
+    name = message.split("'")[1] if message.count("'") >= 2 else ""
+    every = [f.name for s in dataclasses.fields(Config) for f in dataclasses.fields(s.type)]
+    return f"; nearest: {_nearest(name, every)}" if name else ""
+
+
+def _spell(hint) -> str:
+    if typing.get_origin(hint) is Literal:
+        return "one of " + ", ".join(map(repr, typing.get_args(hint)))
+    return hint.__name__ if isinstance(hint, type) else str(hint)

@@ -1,0 +1,82 @@
+"""Which keys a query sees, which queries a key reaches: one interval each.
+
+Query i sees the keys lo[i] <= j <= hi[i], and both bounds never decrease along the row; a row without keys has
+hi = lo - 1. So key j is seen by an interval of queries too, q_lo[j] <= i <= q_hi[j], and the first and the last row
+of a tile bound all its work in O(1). Causal, window and whole rows are a closed form of two integers; documents are
+four vectors, built once a batch. Both are run-time values: no mask makes a kernel compile again.
+"""
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+NO_BOUND = 2**30      # keys on one side; leaves room for i + NO_BOUND in int32
+
+
+class Mask(NamedTuple):
+    """Closed form: query i, standing at key i + Tk - Tq, sees `left` keys before that position and `right` after it.
+
+    With documents the four vectors say everything and left, right are ignored: lo, hi (B, Tq) and q_lo, q_hi (B, Tk),
+    int32, contiguous."""
+    left: int = NO_BOUND
+    right: int = NO_BOUND
+    lo: Tensor | None = None
+    hi: Tensor | None = None
+    q_lo: Tensor | None = None
+    q_hi: Tensor | None = None
+
+
+def full_mask() -> Mask:
+    """Every query sees every key."""
+    return Mask()
+
+
+def causal_mask(window: int = 0, doc_start: Tensor | None = None) -> Mask:
+    """A query sees itself and what came before it: the last `window` keys, itself included (0: all of them).
+
+    doc_start (B, T), integers: where in the row each token's document begins; keys before it are not seen."""
+    left = window - 1 if window else NO_BOUND
+    if doc_start is None:
+        return Mask(left, 0)
+    i = torch.arange(doc_start.shape[1], device=doc_start.device, dtype=torch.int32).expand_as(doc_start)
+    return from_bounds(torch.maximum(doc_start.int(), i - left), i, doc_start.shape[1])
+
+
+def from_bounds(lo: Tensor, hi: Tensor, Tk: int) -> Mask:
+    """The mask of two bounds lo, hi (B, Tq) that never decrease along a row, over keys 0 .. Tk - 1."""
+    lo = lo.int().contiguous()
+    hi = torch.maximum(hi.int(), lo - 1).contiguous()
+    j = torch.arange(Tk, device=lo.device, dtype=torch.int32).expand(len(lo), Tk).contiguous()
+    q_lo = torch.searchsorted(hi, j, out_int32=True)                        # queries that end before j
+    q_hi = torch.searchsorted(lo, j, right=True, out_int32=True) - 1        # the last query that begins by j
+    return Mask(lo=lo, hi=hi, q_lo=q_lo, q_hi=q_hi)
+
+
+@triton.jit
+def interval(lo_ptr, hi_ptr, x, n_x, n_y, before, after, VECTORS: tl.constexpr):
+    """First and last y that x reaches; x is an index or a tile of them. Keys of queries, or, with the arguments
+    swapped, queries of keys. An x past the end answers as the last one does."""
+    x = tl.minimum(x, n_x - 1)
+    if VECTORS:
+        lo = tl.load(lo_ptr + x)
+        hi = tl.load(hi_ptr + x)
+    else:
+        lo = tl.maximum(x + (n_y - n_x) - before, 0)
+        hi = tl.maximum(tl.minimum(x + (n_y - n_x) + after, n_y - 1), lo - 1)
+    return lo, hi
+
+
+@triton.jit
+def tile_range(lo_ptr, hi_ptr, x0, BLOCK_X: tl.constexpr, n_x, n_y, before, after, BLOCK_Y: tl.constexpr,
+               VECTORS: tl.constexpr):
+    """Tiles of y for the rows x0 .. x0 + BLOCK_X - 1: edge tiles are [begin, full_begin) and [full_end, end), and
+    every pair of a tile in [full_begin, full_end) is seen."""
+    first_lo, first_hi = interval(lo_ptr, hi_ptr, x0, n_x, n_y, before, after, VECTORS)
+    last_lo, last_hi = interval(lo_ptr, hi_ptr, x0 + BLOCK_X - 1, n_x, n_y, before, after, VECTORS)
+    begin = first_lo // BLOCK_Y
+    end = tl.maximum(tl.cdiv(last_hi + 1, BLOCK_Y), begin)
+    full_begin = tl.minimum(tl.cdiv(last_lo, BLOCK_Y), end)
+    full_end = tl.maximum((first_hi + 1) // BLOCK_Y, full_begin)
+    return begin, full_begin, full_end, end

@@ -1,0 +1,116 @@
+"""The public call, its argument checks, and the two custom ops that torch.compile, checkpointing and FLOP counters see."""
+import math
+import os
+
+import torch
+from torch import Tensor
+
+from .backward import backward
+from .forward import forward
+from .masks import Mask
+
+MAX_HEAD_DIM = 256
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, softmax_scale: float | None = None) -> tuple[Tensor, Tensor]:
+    """softmax(q k^T * softmax_scale) v over the keys that `mask` lets each query see, differentiable in q, k, v.
+
+    q (B, Tq, H, D), k and v (B, Tk, H_kv, D), H a multiple of H_kv, D at most 256; float16 or bfloat16 (float32 for
+    tests) of any strides. softmax_scale > 0, 1 / sqrt(D) by default. Returns o (B, Tq, H, D) in q's dtype and lse
+    (B, H, Tq) in float32, natural log, differentiable too. A query that sees no key gets o = 0, lse = -inf and no
+    gradient. Raises ValueError or TypeError before any launch."""
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+    check(q, k, v, mask, scale)
+    return FlashAttention2.apply(q, k, v, *mask[2:], mask.left, mask.right, scale)
+
+
+class FlashAttention2(torch.autograd.Function):
+    """Saves tensors and calls the two ops, nothing else."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, lo, hi, q_lo, q_hi, left, right, softmax_scale):
+        o, lse = torch.ops.flash_attn2.forward(q, k, v, lo, hi, left, right, softmax_scale)
+        ctx.save_for_backward(q, k, v, o, lse, lo, hi, q_lo, q_hi)
+        ctx.left, ctx.right, ctx.softmax_scale = left, right, softmax_scale
+        ctx.set_materialize_grads(False)
+        return o, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, do, dlse):
+        q, k, v, o, lse, *bounds = ctx.saved_tensors
+        do = torch.zeros_like(o) if do is None else do
+        grads = torch.ops.flash_attn2.backward(do, dlse, q, k, v, o, lse, *bounds, ctx.left, ctx.right, ctx.softmax_scale)
+        return *grads, None, None, None, None, None, None, None
+
+
+@torch.library.custom_op("flash_attn2::forward", mutates_args=())
+def _forward(q: Tensor, k: Tensor, v: Tensor, lo: Tensor | None, hi: Tensor | None, left: int, right: int,
+             softmax_scale: float) -> tuple[Tensor, Tensor]:
+    return forward(q, k, v, Mask(left, right, lo, hi), softmax_scale)
+
+
+@_forward.register_fake
+def _(q, k, v, lo, hi, left, right, softmax_scale):
+    B, Tq, H, D = q.shape
+    return q.new_empty(B, Tq, H, D), q.new_empty(B, H, Tq, dtype=torch.float32)
+
+
+@torch.library.custom_op("flash_attn2::backward", mutates_args=())
+def _backward(do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
+              lo: Tensor | None, hi: Tensor | None, q_lo: Tensor | None, q_hi: Tensor | None,
+              left: int, right: int, softmax_scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    return backward(do, dlse, q, k, v, o, lse, Mask(left, right, lo, hi, q_lo, q_hi), softmax_scale)
+
+
+@_backward.register_fake
+def _(do, dlse, q, k, v, o, lse, lo, hi, q_lo, q_hi, left, right, softmax_scale):
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, mask: Mask, softmax_scale: float) -> None:
+    """Raises ValueError or TypeError with the name, the value and the rule."""
+    for name, x in dict(q=q, k=k, v=v).items():
+        if x.dim() != 4:
+            raise ValueError(f"{name} must be (batch, tokens, heads, head width), not {tuple(x.shape)}")
+        if x.dtype not in DTYPES:
+            raise TypeError(f"{name} is {x.dtype}; it must be float16, bfloat16 or float32")
+        if x.dtype != q.dtype or x.device != q.device:
+            raise TypeError(f"{name} is {x.dtype} on {x.device}, q is {q.dtype} on {q.device}: they must agree")
+    (B, Tq, H, D), (Bk, Tk, H_kv, Dk) = q.shape, k.shape
+    if v.shape != k.shape:
+        raise ValueError(f"v {tuple(v.shape)} must have k's shape {tuple(k.shape)}")
+    if (Bk, Dk) != (B, D):
+        raise ValueError(f"k {tuple(k.shape)} must have q's batch {B} and head width {D}")
+    if H_kv == 0 or H % H_kv:
+        raise ValueError(f"q's {H} heads must be a multiple of k's {H_kv}")
+    if not 0 < D <= MAX_HEAD_DIM:
+        raise ValueError(f"head width {D} must lie between 1 and {MAX_HEAD_DIM}")
+    if not (softmax_scale > 0 and math.isfinite(softmax_scale)):
+        raise ValueError(f"{softmax_scale=} must be positive and finite")
+    _check_mask(mask, B, Tq, Tk, q.device)
+    if q.device.type == "cpu":
+        _check_interpreter(q)
+
+
+def _check_mask(mask: Mask, B: int, Tq: int, Tk: int, device: torch.device) -> None:
+    if mask.left < 0 or mask.right < 0:
+        raise ValueError(f"mask: left={mask.left} and right={mask.right} must not be negative")
+    vectors = dict(lo=Tq, hi=Tq, q_lo=Tk, q_hi=Tk)
+    absent = [name for name in vectors if getattr(mask, name) is None]
+    if absent and len(absent) < len(vectors):
+        raise ValueError(f"mask: all of {', '.join(vectors)} or none; missing {', '.join(absent)}")
+    for name, T in vectors.items() if not absent else ():
+        x = getattr(mask, name)
+        if x.shape != (B, T) or x.dtype != torch.int32 or x.device != device or not x.is_contiguous():
+            raise ValueError(f"mask.{name} is {tuple(x.shape)} {x.dtype} on {x.device}; it must be contiguous "
+                             f"{(B, T)} int32 on {device}")
+
+
+def _check_interpreter(q: Tensor) -> None:
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError("flash_attn2 runs on a CPU only through Triton's interpreter: set TRITON_INTERPRET=1 before "
+                         "the import")
+    if q.dtype == torch.bfloat16:
+        raise TypeError("bfloat16 is silently wrong in Triton's interpreter: use float32 or float16 on a CPU")
