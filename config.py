@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-Attention = Literal["auto", "flash_attn2", "sdpa", "sdpa:flash", "sdpa:cudnn", "sdpa:efficient", "sdpa:math", "reference"]
+Attention = Literal["auto", "flash_attn2", "sdpa", "sdpa:flash", "sdpa:cudnn", "sdpa:efficient", "sdpa:math",
+                    "reference"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,9 +106,11 @@ class Train:
     deterministic: bool = False
     """Bit-for-bit repeatable, with slower kernels where that needs them."""
     eval_every: int = 250
-    """Steps between evaluations; 0: at the end only. The end always evaluates the whole held-out split."""
+    """Steps between evaluations; 0: at the end only."""
     eval_tokens: int = 100_000
-    """Held-out tokens of an evaluation on the way, the same ones every time."""
+    """Held-out tokens of an evaluation on the way, the same ones every time; 0: the whole split."""
+    final_eval_tokens: int = 0
+    """The same for the evaluation at the end."""
     checkpoint_every: int = 250
     """Steps between checkpoints; 0: at the end only."""
 
@@ -227,7 +230,8 @@ def validate(c: Config) -> None:
               "optim.warmup_steps": c.optim.warmup_steps, "optim.grad_clip": c.optim.grad_clip,
               "optim.weight_decay": c.optim.weight_decay, "train.max_steps": c.train.max_steps,
               "train.tokens_per_step": c.train.tokens_per_step, "train.eval_every": c.train.eval_every,
-              "train.eval_tokens": c.train.eval_tokens, "train.checkpoint_every": c.train.checkpoint_every,
+              "train.eval_tokens": c.train.eval_tokens, "train.final_eval_tokens": c.train.final_eval_tokens,
+              "train.checkpoint_every": c.train.checkpoint_every,
               "metrics.peak_tflops": c.metrics.peak_tflops}
     for name, value in counts.items():
         _rule(value >= 0, f"{name}={value} must not be negative")

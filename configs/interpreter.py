@@ -6,5 +6,5 @@ config = change(
     base,
     data=dict(seq_len=128, batch=1),
     model=dict(n_head=1, attention="flash_attn2"),
-    train=dict(max_steps=5, tokens_per_step=128, eval_tokens=256, eval_every=0, checkpoint_every=0),
+    train=dict(max_steps=5, tokens_per_step=128, final_eval_tokens=256, eval_every=0, checkpoint_every=0),
 )

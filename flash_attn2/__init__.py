@@ -4,7 +4,7 @@ import os
 import torch
 
 if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")     # Triton reads it when a kernel is defined: these run on CPU tensors
+    os.environ.setdefault("TRITON_INTERPRET", "1")     # read when a kernel is defined: ours then take CPU tensors
 
 from .masks import Mask, causal_mask, full_mask  # noqa: E402
 from .ops import FlashAttention2, flash_attention  # noqa: E402

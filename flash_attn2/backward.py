@@ -1,6 +1,6 @@
-"""The backward pass: delta, then dK and dV over key tiles, then dQ over query tiles. No atomics: bit for bit repeatable.
+"""The backward pass: delta, then dQ over query tiles, then dK and dV over key tiles. No atomics: bitwise repeatable.
 
-    p = exp(scale s - lse)     dv = p^T do     dp = do v^T     ds = p (dp - delta)     dk = scale ds^T q     dq = scale ds k
+    p = exp(scale s - lse)    dv = p^T do    dp = do v^T    ds = p (dp - delta)    dk = scale ds^T q    dq = scale ds k
 
 with delta = rowsum(do * o) - dlse (FlashAttention-2, algorithm 2; the lse gradient is one more term of rowsum).
 p is recomputed from lse, so nothing of size Tq x Tk is ever stored. The key-tile kernel works on S^T: its products then
@@ -79,7 +79,8 @@ def dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
         q_hi_ptr += b * Tk
     j = n0 + tl.arange(0, BLOCK_N)
     q_lo, q_hi = interval(q_lo_ptr, q_hi_ptr, j, Tk, Tq, right, left, VECTORS)
-    begin, full_begin, full_end, end = tile_range(q_lo_ptr, q_hi_ptr, n0, BLOCK_N, Tk, Tq, right, left, BLOCK_M, VECTORS)
+    begin, full_begin, full_end, end = tile_range(q_lo_ptr, q_hi_ptr, n0, BLOCK_N, Tk, Tq, right, left, BLOCK_M,
+                                                  VECTORS)
     gap = full_end - full_begin
     k = load_rows(k_ptr + b * stride_kb + h_kv * stride_kh, n0, Tk, stride_kt, D, D_PAD, BLOCK_N, WHOLE=False)
     v = load_rows(v_ptr + b * stride_vb + h_kv * stride_vh, n0, Tk, stride_vt, D, D_PAD, BLOCK_N, WHOLE=False)
@@ -100,8 +101,9 @@ def dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
 
 
 @triton.jit
-def walk_keys_for_dq(dq, q, do, lse_log2, delta, k_base, v_base, stride_kt, stride_vt, Tk, lo, hi, begin, end, gap_at, gap,
-                     scale_log2, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr):
+def walk_keys_for_dq(dq, q, do, lse_log2, delta, k_base, v_base, stride_kt, stride_vt, Tk, lo, hi,
+                     begin, end, gap_at, gap, scale_log2,
+                     D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr):
     for step in range(begin, end):
         if MASKED:
             n0 = (step + tl.where(step >= gap_at, gap, 0)) * BLOCK_N
@@ -125,7 +127,8 @@ def dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, lo_ptr, h
               stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
               stride_db, stride_dt, stride_dh, stride_gb, stride_gt, stride_gh,
               Tq, Tk, H, group, left, right, softmax_scale, scale_log2,
-              D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, VECTORS: tl.constexpr):
+              D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+              VECTORS: tl.constexpr):
     n_tiles = tl.cdiv(Tq, BLOCK_M)
     pid = tl.program_id(0)
     m0 = (n_tiles - 1 - pid % n_tiles) * BLOCK_M       # causal: the longest rows first
@@ -155,7 +158,7 @@ def dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, lo_ptr, h
 
 def backward(do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, mask: Mask,
              softmax_scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """-> dq, dk, dv, contiguous, shaped as q, k, v. do (B, Tq, H, D) of any strides, dlse (B, H, Tq) float32 or None."""
+    """-> dq, dk, dv, contiguous, shaped as q, k, v. do (B, Tq, H, D), any strides; dlse (B, H, Tq) float32 or None."""
     q, k, v, o, do = map(addressable, (q, k, v, o, do))
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     delta = torch.empty_like(lse)

@@ -1,4 +1,4 @@
-"""The public call, its argument checks, and the two custom ops that torch.compile, checkpointing and FLOP counters see."""
+"""The public call, its argument checks, and the two custom ops that torch.compile and checkpointing see."""
 import math
 import os
 
@@ -13,7 +13,8 @@ MAX_HEAD_DIM = 256
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, softmax_scale: float | None = None) -> tuple[Tensor, Tensor]:
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask,
+                    softmax_scale: float | None = None) -> tuple[Tensor, Tensor]:
     """softmax(q k^T * softmax_scale) v over the keys that `mask` lets each query see, differentiable in q, k, v.
 
     q (B, Tq, H, D), k and v (B, Tk, H_kv, D), H a multiple of H_kv, D at most 256; float16 or bfloat16 (float32 for
@@ -41,7 +42,8 @@ class FlashAttention2(torch.autograd.Function):
     def backward(ctx, do, dlse):
         q, k, v, o, lse, *bounds = ctx.saved_tensors
         do = torch.zeros_like(o) if do is None else do
-        grads = torch.ops.flash_attn2.backward(do, dlse, q, k, v, o, lse, *bounds, ctx.left, ctx.right, ctx.softmax_scale)
+        grads = torch.ops.flash_attn2.backward(do, dlse, q, k, v, o, lse, *bounds, ctx.left, ctx.right,
+                                               ctx.softmax_scale)
         return *grads, None, None, None, None, None, None, None
 
 

@@ -27,7 +27,8 @@ def seen(Tq: int, Tk: int, *, causal: bool = True, window: tuple[int, int] | Non
     return mask
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, softmax_scale: float | None = None) -> tuple[Tensor, Tensor]:
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor,
+              softmax_scale: float | None = None) -> tuple[Tensor, Tensor]:
     """softmax(q k^T * softmax_scale) v over the seen keys: o (B, Tq, H, D) and lse (B, H, Tq) in nats, both float64.
 
     q (B, Tq, H, D), k and v (B, Tk, H_kv, D) of any dtype; query head h uses key head h // (H / H_kv). mask as `seen`

@@ -26,7 +26,8 @@ def brute_force(doc_start, B, T, window):
 
 
 @pytest.mark.parametrize("window", [0, 1, 2, 7, 16, 17, 100], ids="window{}".format)
-@pytest.mark.parametrize("docs", [None, [[1] * 17, [17]], [[5, 12], [1, 1, 9, 6]]], ids=["row", "ones", "packed"])
+@pytest.mark.parametrize("docs", [None, [[1] * 17, [17]], [[5, 12], [1, 1, 9, 6]]],
+                         ids=["row", "ones", "packed"])
 def test_attended_pairs_against_brute_force(docs, window):
     T = 17
     doc_start = None if docs is None else torch.tensor([packed(lengths, T) for lengths in docs])
@@ -43,7 +44,8 @@ def test_attended_pairs_by_hand():
 def test_attended_pairs_of_a_million_tokens_does_not_overflow():
     T = 2**20
     whole = torch.zeros(1, T, dtype=torch.int32)
-    assert flops.attended_pairs(whole, 1, T, 0) == flops.attended_pairs(None, 1, T, 0) == T * (T + 1) // 2 > 2**31
+    pairs = T * (T + 1) // 2
+    assert flops.attended_pairs(whole, 1, T, 0) == flops.attended_pairs(None, 1, T, 0) == pairs > 2**31
 
 
 @pytest.mark.parametrize("doc_start, window, word", [
@@ -55,7 +57,7 @@ def test_attended_pairs_errors(doc_start, window, word):
 
 
 class Tiny(nn.Module):
-    """Two layers of attention that multiplies each query with the keys it sees and no others."""
+    """Two layers whose attention multiplies each query with the keys it sees and no others."""
 
     def __init__(self, n_head=2, head_dim=4, windows=(0, 3), vocab=11, biases=True):
         super().__init__()
@@ -70,12 +72,13 @@ class Tiny(nn.Module):
 
     def attend(self, x, qkv, window, doc_start):                     # x (B, T, d)  doc_start (B, T)
         B, T, d = x.shape
-        q, k, v = qkv(x).view(B, T, 3, self.n_head, self.head_dim).permute(2, 0, 3, 1, 4)     # (B, H, T, D) each
+        # q, k, v (B, H, T, D)
+        q, k, v = qkv(x).view(B, T, 3, self.n_head, self.head_dim).permute(2, 0, 3, 1, 4)
         rows = []
         for b in range(B):
             for i in range(T):
                 lo = max(int(doc_start[b, i]), i + 1 - window if window else 0)
-                s = q[b, :, i:i + 1] @ k[b, :, lo:i + 1].transpose(-1, -2)                    # (H, 1, keys)
+                s = q[b, :, i:i + 1] @ k[b, :, lo:i + 1].transpose(-1, -2)        # (H, 1, keys)
                 rows.append((s.softmax(-1) @ v[b, :, lo:i + 1]).reshape(d))
         return torch.stack(rows).view(B, T, d)
 
@@ -104,17 +107,17 @@ def test_train_flops_wants_one_count_a_layer():
 
 
 def test_full_flops_per_token_of_gpt2_small():
-    assert flops.full_flops_per_token(123_653_376, 12, 768, 1024) == 6 * 123_653_376 + 12 * 12 * 12 * 64 * 1024
+    assert flops.full_flops_per_token(123_653_376, 12, 768, 1024) == 855_166_464      # 741,920,256 + 113,246,208
 
 
-# device name as the driver spells it; the datasheet's bf16 (V100: fp16) rate *with* sparsity, twice the dense one
+# Device names as the driver spells them; the datasheet's bf16 rate *with* sparsity, twice the dense one.
 NAMES = [
     ("NVIDIA A100-SXM4-40GB", 624), ("NVIDIA A100-SXM4-80GB", 624), ("NVIDIA A100 80GB PCIe", 624),
     ("NVIDIA A100-PCIE-40GB", 624), ("NVIDIA A10", 250), ("NVIDIA GeForce RTX 3090", 142),
-    ("NVIDIA GeForce RTX 4090", 330.4), ("NVIDIA GeForce RTX 5090", 419), ("NVIDIA RTX 6000 Ada Generation", 728.5),
-    ("NVIDIA L4", 242), ("NVIDIA L40S", 733), ("NVIDIA H100 80GB HBM3", 1979), ("NVIDIA H100 PCIe", 1513),
-    ("NVIDIA H100 NVL", 1671), ("NVIDIA H200", 1979), ("NVIDIA H200 NVL", 1671), ("NVIDIA GH200 480GB", 1979),
-    ("NVIDIA B200", 4500)]
+    ("NVIDIA GeForce RTX 4090", 330.4), ("NVIDIA GeForce RTX 5090", 419),
+    ("NVIDIA RTX 6000 Ada Generation", 728.5), ("NVIDIA L4", 242), ("NVIDIA L40S", 733),
+    ("NVIDIA H100 80GB HBM3", 1979), ("NVIDIA H100 PCIe", 1513), ("NVIDIA H100 NVL", 1671),
+    ("NVIDIA H200", 1979), ("NVIDIA H200 NVL", 1671), ("NVIDIA GH200 480GB", 1979), ("NVIDIA B200", 4500)]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", torch.bfloat16, torch.float16])
@@ -126,7 +129,8 @@ def test_peaks_are_the_dense_ones(name, sparse, dtype):
 
 
 def test_every_peak_has_a_name_that_reaches_it():
-    names = [name for name, _ in NAMES] + ["Tesla V100-SXM2-16GB", "Tesla V100-SXM3-32GB", "Tesla V100-PCIE-32GB"]
+    names = [name for name, _ in NAMES]
+    names += ["Tesla V100-SXM2-16GB", "Tesla V100-SXM3-32GB", "Tesla V100-PCIE-32GB"]
     sources = [flops.peak_tflops(name, "float16")[1] for name in names]
     assert all(any(f" {key}," in source for source in sources) for key in flops.PEAKS)
 
@@ -143,9 +147,10 @@ def test_fp32_is_not_tf32(name, fp32):
 
 
 @pytest.mark.parametrize("name", [
-    "Foo 9000", "cpu", "", "NVIDIA A100X", "NVIDIA A10G", "NVIDIA L40", "NVIDIA GB200", "NVIDIA H20", "NVIDIA H100",
-    "NVIDIA GeForce RTX 3090 Ti", "NVIDIA GeForce RTX 4090 D", "NVIDIA GeForce RTX 4090 Laptop GPU",
-    "NVIDIA H200 MIG 3g.71gb", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "Tesla V100S-PCIE-32GB", "Quadro RTX 6000"])
+    "Foo 9000", "cpu", "", "NVIDIA A100X", "NVIDIA A10G", "NVIDIA L40", "NVIDIA GB200", "NVIDIA H20",
+    "NVIDIA H100", "NVIDIA GeForce RTX 3090 Ti", "NVIDIA GeForce RTX 4090 D",
+    "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA H200 MIG 3g.71gb", "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
+    "Tesla V100S-PCIE-32GB", "Quadro RTX 6000"])
 def test_unknown_devices_have_no_peak(name):
     peak, reason = flops.peak_tflops(name, "bfloat16")
     assert peak is None and repr(name) in reason

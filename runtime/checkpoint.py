@@ -1,0 +1,79 @@
+"""A checkpoint is a folder that is either whole or absent: written under another name, synced, then renamed.
+
+It holds tensors and plain types only, so that it loads with weights_only=True.
+"""
+import os
+import shutil
+from pathlib import Path
+
+import torch
+from torch import nn
+
+KEEP = 2        # the newest, and one to fall back to
+
+
+def save(run: Path, step: int, state: dict) -> Path:
+    """Writes run/checkpoints/step_00001000/state.pt and drops all but the newest KEEP."""
+    folder = run / "checkpoints" / f"step_{step:08d}"
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    with open(partial / "state.pt", "wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
+    sync_folder(folder.parent)
+    for old in steps(run)[:-KEEP]:
+        shutil.rmtree(old)
+    return folder
+
+
+def steps(run: Path) -> list[Path]:
+    """The whole checkpoints of a run, oldest first."""
+    return sorted(p for p in (run / "checkpoints").glob("step_*") if p.suffix != ".partial")
+
+
+def load(run: Path, device: torch.device | str = "cpu") -> dict:
+    """The state of the newest checkpoint. ValueError: there is none, or its file cannot be read."""
+    found = steps(run)
+    if not found:
+        raise ValueError(f"{run} has no checkpoint to go on from")
+    path = found[-1] / "state.pt"
+    try:
+        return torch.load(path, map_location=device, weights_only=True)
+    except Exception as error:      # torch raises a dozen kinds for a damaged file
+        raise ValueError(f"{path} cannot be read: {error}") from error
+
+
+def load_model(model: nn.Module, weights: dict) -> None:
+    """Copies weights into the model. ValueError names the first that does not fit: a checkpoint of another model."""
+    own = model.state_dict()
+    for name in sorted(own.keys() | weights.keys()):
+        here, there = (tuple(d[name].shape) if name in d else "absent" for d in (own, weights))
+        if here != there:
+            raise ValueError(f"the checkpoint is of another model: {name} is {there} in it and {here} here")
+    model.load_state_dict(weights)
+
+
+def random_state(device: torch.device) -> dict:
+    state = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def restore_random_state(state: dict, device: torch.device) -> None:
+    torch.set_rng_state(state["cpu"].cpu())
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"].cpu(), device)
+
+
+def sync_folder(folder: Path) -> None:
+    """A rename survives a power cut only once its folder is on disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,62 @@
+"""Text from a run's newest checkpoint: python sample.py runs/quickstart --prompt "It is a truth"."""
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+
+import config as configs
+from data import tokenizer
+from flash_attn2 import backends
+from model import GPT
+from runtime import checkpoint
+
+
+def load(run: Path, device: torch.device) -> tuple[GPT, int]:
+    """The model of a run and the longest row it was trained on. ValueError: no such run, or none of its checkpoints."""
+    c = configs.from_json(run / "config.json")
+    state = checkpoint.load(run, device)
+    attention = backends.build(c.model.attention if device.type == "cuda" else "sdpa", device, torch.float32,
+                               c.model.d_model // c.model.n_head, dense=True)
+    model = GPT(c.model, tokenizer.get(c.data.tokenizer).vocab_size, c.data.seq_len, attention).to(device)
+    checkpoint.load_model(model, state["model"])
+    return model.eval(), c.data.seq_len
+
+
+@torch.no_grad()
+def generate(model: GPT, tokens: list[int], n: int, seq_len: int, temperature: float, top_k: int, end_id: int):
+    """Yields n sampled ids, or fewer if the text ends. Each one reads the last seq_len tokens again: no cache yet."""
+    device = model.embed.weight.device
+    for _ in range(n):
+        logits = model(torch.tensor([tokens[-seq_len:]], device=device))[0, -1] / temperature
+        if top_k:
+            logits[logits < logits.topk(min(top_k, len(logits))).values[-1]] = float("-inf")
+        token = int(torch.multinomial(logits.softmax(-1), 1))
+        if token == end_id:
+            return
+        tokens = [*tokens, token]
+        yield token
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run", type=Path, help="run folder")
+    parser.add_argument("--prompt", default="It is a truth universally acknowledged")
+    parser.add_argument("--tokens", type=int, default=500, help="how many to add")
+    parser.add_argument("--temperature", type=float, default=0.8)
+    parser.add_argument("--top-k", type=int, default=50, help="sample among the likeliest k; 0: among all")
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args(argv)
+    with configs.one_line_errors():
+        if args.temperature <= 0 or not args.prompt:
+            raise ValueError(f"--temperature={args.temperature} must be positive, --prompt={args.prompt!r} not empty")
+        model, seq_len = load(args.run, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        text = tokenizer.get(configs.from_json(args.run / "config.json").data.tokenizer)
+    torch.manual_seed(args.seed)
+    prompt = text.encode(args.prompt).tolist()
+    sampled = generate(model, prompt, args.tokens, seq_len, args.temperature, args.top_k, text.end_id)
+    print(text.decode([*prompt, *sampled]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,306 @@
+"""Train a GPT: python train.py configs/quickstart.py [--optim.lr 1e-3 ...]; go on with it: python train.py runs/NAME.
+
+Several GPUs: torchrun --nproc-per-node 2 train.py CONFIG. Read from the bottom up: main, set_up, then train.
+"""
+import contextlib
+import json
+import math
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import config as configs
+from config import Config
+from data import prepare
+from data.loader import Batch, Loader
+from flash_attn2 import backends
+from model import GPT, parameter_groups
+from runtime import checkpoint, flops, parallel
+from runtime.metrics import Metrics, environment
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass
+class Job:
+    """All that the loop needs. `model` is the module itself, `run` what computes: compiled, in DDP, or the same."""
+    config: Config
+    folder: Path
+    ranks: parallel.Ranks
+    dtype: torch.dtype
+    model: GPT
+    run: nn.Module
+    optimizer: torch.optim.Optimizer
+    train: Loader
+    val: Loader
+    clock: flops.Clock
+    metrics: Metrics | None = None      # rank 0's
+    step: int = 0                       # optimizer steps done
+    tokens: int = 0
+    loss: list[Tensor] = field(default_factory=list)    # (2,) summed nats and targets of each step since the last row
+
+    @property
+    def micro_steps(self) -> int:
+        d = self.config.data
+        return self.tokens_per_step // (d.batch * d.seq_len * self.ranks.world)
+
+    @property
+    def tokens_per_step(self) -> int:
+        d = self.config.data
+        return self.config.train.tokens_per_step or d.batch * d.seq_len * self.ranks.world
+
+
+def train(job: Job) -> None:
+    """Steps until train.max_steps, with a row, an evaluation and a checkpoint every so often."""
+    t, every = job.config.train, job.config.log.every
+    while job.step < t.max_steps:
+        job.clock.start()
+        norm, lr = train_step(job)
+        job.step, job.tokens = job.step + 1, job.tokens + job.tokens_per_step
+        last = job.step == t.max_steps
+        if job.step % every == 0 or last or job.step == 1:
+            log_train(job, norm, lr)
+        if due(job.step, t.eval_every) or last:
+            log(job, {"val/loss": evaluate(job, t.final_eval_tokens if last else t.eval_tokens)})
+        if due(job.step, t.checkpoint_every) or last:
+            save(job)
+
+
+def train_step(job: Job) -> tuple[Tensor, float]:
+    """One optimizer step over all micro-batches and ranks, each target weighing the same. -> gradient norm, lr."""
+    c, ranks = job.config, job.ranks
+    batches = [job.train.batch(job.step, micro, ranks.rank, ranks.world) for micro in range(job.micro_steps)]
+    targets = ranks.sum(torch.tensor(sum(int((b.targets >= 0).sum()) for b in batches), device=ranks.device))
+    total = torch.zeros((), device=ranks.device)
+    for micro, batch in enumerate(batches):
+        with no_sync(job, micro < len(batches) - 1):
+            loss = forward(job, job.run, batch)                         # summed nats
+            (loss * (ranks.world / targets)).backward()                 # DDP averages over ranks: undo it
+        total += loss.detach()
+    norm = nn.utils.clip_grad_norm_(job.model.parameters(), c.optim.grad_clip or math.inf)
+    lr = learning_rate(job.step, c)
+    for group in job.optimizer.param_groups:
+        group["lr"] = lr
+    job.optimizer.step()
+    job.optimizer.zero_grad(set_to_none=True)
+    job.loss.append(torch.stack([ranks.sum(total), targets.float()]))
+    job.clock.stop(job.tokens_per_step, step_flops(job, batches))
+    return norm, lr
+
+
+def forward(job: Job, run: nn.Module, batch: Batch) -> Tensor:
+    device = job.ranks.device
+    tokens, targets = batch.tokens.to(device, non_blocking=True), batch.targets.to(device, non_blocking=True)
+    doc_start = None if batch.doc_start is None else batch.doc_start.to(device, non_blocking=True)
+    with torch.autocast(device.type, job.dtype, enabled=job.dtype != torch.float32):
+        return run(tokens, targets, doc_start)
+
+
+@torch.no_grad()
+def evaluate(job: Job, max_tokens: int) -> float:
+    """Nats a token over held-out targets, each weighing the same; 0: all of them. The ranks share the rows."""
+    job.clock.settle()
+    run = job.run.module if isinstance(job.run, DistributedDataParallel) else job.run   # ranks may differ in batches
+    total = torch.zeros(2, dtype=torch.float64, device=job.ranks.device)
+    for batch in job.val.sequential(max_tokens or None, job.ranks.rank, job.ranks.world):
+        total[0] += forward(job, run, batch)
+        total[1] += int((batch.targets >= 0).sum())
+    nats, targets = job.ranks.sum(total).tolist()
+    return nats / targets
+
+
+def save(job: Job) -> None:
+    job.clock.settle()
+    if job.ranks.first:
+        checkpoint.save(job.folder, job.step, dict(
+            model=job.model.state_dict(), optimizer=job.optimizer.state_dict(), step=job.step, tokens=job.tokens,
+            random=checkpoint.random_state(job.ranks.device), wandb_id=job.metrics.wandb_id))
+    job.ranks.barrier()
+
+
+def log_train(job: Job, norm: Tensor, lr: float) -> None:
+    """A row over the steps since the last one; reading the loss waits for the device, so the rates are whole."""
+    rates = job.clock.rates()
+    nats, targets = torch.stack(job.loss).double().sum(0).tolist()
+    job.loss.clear()
+    row = {"train/loss": nats / targets, "train/grad_norm": norm.item(), "train/lr": lr, **rates}
+    if job.ranks.device.type == "cuda":
+        row["memory/peak_gib"] = torch.cuda.max_memory_allocated(job.ranks.device) / 2**30
+    log(job, row)
+
+
+def log(job: Job, row: dict) -> None:
+    if job.metrics:
+        job.metrics.log({"step": job.step, "tokens": job.tokens, **row})
+
+
+def learning_rate(step: int, c: Config) -> float:
+    """Of the step after `step` steps: a linear rise over warmup_steps, then a cosine down to min_lr."""
+    o = c.optim
+    if step < o.warmup_steps:
+        return o.lr * (step + 1) / o.warmup_steps
+    done = (step - o.warmup_steps) / max(1, c.train.max_steps - 1 - o.warmup_steps)
+    return o.min_lr + (o.lr - o.min_lr) * (1 + math.cos(math.pi * min(done, 1.0))) / 2
+
+
+def step_flops(job: Job, batches: list[Batch]) -> int:
+    """Model FLOPs of a step over all ranks, the pairs really attended counted (this rank's, taken as the others')."""
+    d, model = job.config.data, job.model
+    pairs = {w: sum(flops.attended_pairs(b.doc_start, d.batch, d.seq_len, w) for b in batches)
+             for w in set(model.windows)}
+    tokens = d.batch * d.seq_len * len(batches)
+    return job.ranks.world * flops.train_flops(model, tokens, [pairs[w] for w in model.windows])
+
+
+def due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def no_sync(job: Job, accumulating: bool):
+    """DDP reduces gradients once a step, in the last micro-batch's backward."""
+    ddp = accumulating and isinstance(job.run, DistributedDataParallel)
+    return job.run.no_sync() if ddp else contextlib.nullcontext()
+
+
+def set_up(path: Path, argv: list[str]) -> Job:
+    """All that can be wrong is found here; the run folder is written last. ValueError: what the user can mend."""
+    c = configs.load(path, argv)
+    ranks = parallel.start(c.run.device)
+    state = checkpoint.load(path) if path.is_dir() else None
+    folder = run_folder(c, path)
+    dtype = DTYPES["bfloat16" if ranks.device.type == "cuda" else "float32"] if c.train.dtype == "auto" \
+        else DTYPES[c.train.dtype]
+    seed_everything(c)
+    attention = make_attention(c, ranks, dtype)
+    loaders = make_loaders(c, ranks)
+    model = GPT(c.model, loaders["train"].vocab_size, c.data.seq_len, attention).to(ranks.device)
+    optimizer = torch.optim.AdamW(parameter_groups(model, c.optim.weight_decay), lr=c.optim.lr,
+                                  betas=(c.optim.beta1, c.optim.beta2), eps=c.optim.eps, fused=True)
+    peak = flops.peak_tflops(device_name(ranks), dtype, c.metrics.peak_tflops)
+    job = Job(c, folder, ranks, dtype, model, computing(model, c, ranks), optimizer, **loaders,
+              clock=make_clock(model, c, ranks, peak[0]))
+    if state:
+        restore(job, state)
+    if ranks.first:
+        write_record(job, path, peak, state)
+    return job
+
+
+def make_attention(c: Config, ranks: parallel.Ranks, dtype: torch.dtype) -> backends.Attention:
+    dense = not c.data.document_mask and "S" not in c.model.window_pattern
+    name = backends.resolve(c.model.attention, ranks.device)
+    attention = backends.build(name, ranks.device, dtype, c.model.d_model // c.model.n_head, dense=dense)
+    if ranks.first:
+        print(f"attention: {name}" + (" (auto)" if c.model.attention == "auto" else ""), flush=True)
+    return attention
+
+
+def make_loaders(c: Config, ranks: parallel.Ranks) -> dict[str, Loader]:
+    """The two splits, prepared first where their shards are absent (by rank 0, while the others wait)."""
+    d = c.data
+    folder = Path(d.dir) if d.dir else prepare.shards_dir(d.source, d.tokenizer)
+    step = d.batch * d.seq_len * ranks.world
+    tokens = c.train.tokens_per_step or step
+    if tokens % step:
+        raise ValueError(f"train.tokens_per_step={tokens} must be a multiple of data.batch * data.seq_len * ranks = "
+                         f"{step}")
+    if ranks.first:
+        prepare.prepare(d.source, d.tokenizer, folder, text_column=d.text_column, val_fraction=d.val_fraction)
+    ranks.barrier()
+    return {split: Loader(folder, split, seq_len=d.seq_len, batch=d.batch, tokens_per_step=tokens, seed=c.run.seed,
+                          document_mask=d.document_mask) for split in ("train", "val")}
+
+
+def computing(model: GPT, c: Config, ranks: parallel.Ranks) -> nn.Module:
+    """The model as it runs: compiled, and wrapped for several ranks."""
+    run = model
+    if c.train.compile == "on" or (c.train.compile == "auto" and ranks.device.type == "cuda"):
+        run = torch.compile(run, dynamic=False)
+    if ranks.world > 1:
+        run = DistributedDataParallel(run, device_ids=[ranks.device.index] if ranks.device.type == "cuda" else None)
+    return run
+
+
+def make_clock(model: GPT, c: Config, ranks: parallel.Ranks, peak: float | None) -> flops.Clock:
+    n_params = sum(p.numel() for p in model.parameters())
+    if model.positions is not None:
+        n_params -= model.positions.weight.numel()
+    full = flops.full_flops_per_token(n_params, c.model.n_layer, c.model.d_model, c.data.seq_len)
+    synchronize = torch.cuda.synchronize if ranks.device.type == "cuda" else lambda: None
+    return flops.Clock(world=ranks.world, peak_tflops=peak, full_flops_per_token=full, synchronize=synchronize)
+
+
+def restore(job: Job, state: dict) -> None:
+    """Weights, optimizer, position and random state of a checkpoint."""
+    checkpoint.load_model(job.model, state["model"])
+    job.optimizer.load_state_dict(state["optimizer"])
+    job.step, job.tokens = state["step"], state["tokens"]
+    checkpoint.restore_random_state(state["random"], job.ranks.device)
+
+
+def write_record(job: Job, path: Path, peak: tuple[float | None, str], state: dict | None) -> None:
+    """config.json, env.json and the metrics: from here on there is a run folder."""
+    c, name = job.config, device_name(job.ranks)
+    env = environment(name, str(job.dtype).removeprefix("torch."), peak)
+    job.folder.mkdir(parents=True, exist_ok=True)
+    (job.folder / "config.json").write_text(configs.to_json(c))
+    (job.folder / "env.json").write_text(json.dumps(env, indent=2) + "\n")
+    n_params = sum(p.numel() for p in job.model.parameters())
+    print(f"{'resuming' if state else 'run'}: {job.folder}  {n_params:,} parameters, {job.train.n_tokens:,} tokens, "
+          f"{job.tokens_per_step:,} a step, on {name}", flush=True)
+    if job.ranks.device.type == "cuda" and peak[0] is None:
+        print(f"no MFU: {peak[1]}", flush=True)
+    job.metrics = Metrics(job.folder, c, wandb_id=state["wandb_id"] if state else None,
+                          resume_step=job.step if state else None, extra_config={"env": env, "n_params": n_params})
+
+
+def run_folder(c: Config, path: Path) -> Path:
+    """The folder that is resumed, the one asked for, or the first free runs/NAME. ValueError: it is taken."""
+    if path.is_dir():
+        return path
+    if c.run.dir:
+        folder = Path(c.run.dir)
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise ValueError(f"run.dir={c.run.dir!r} is not empty: go on with it (python train.py {c.run.dir}) or "
+                             "choose another")
+        return folder
+    name = c.run.name or path.stem
+    taken = (Path("runs") / (name if i == 1 else f"{name}-{i}") for i in range(1, 10**6))
+    return next(folder for folder in taken if not folder.exists())
+
+
+def device_name(ranks: parallel.Ranks) -> str:
+    return torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "cpu"
+
+
+def seed_everything(c: Config) -> None:
+    torch.manual_seed(c.run.seed)
+    if c.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+
+
+def main(argv: list[str]) -> None:
+    if not argv or argv[0] in ("-h", "--help"):
+        print(__doc__.strip() + "\nEvery flag: python train.py CONFIG --help")
+        sys.exit(0 if argv else 2)
+    with configs.one_line_errors():
+        job = set_up(Path(argv[0]), argv[1:])
+    try:
+        if job.step >= job.config.train.max_steps:
+            print(f"{job.folder} has done its {job.step} steps; --train.max_steps adds some", flush=True)
+        train(job)
+    finally:
+        if job.metrics:
+            job.metrics.close()
+        parallel.stop()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
