@@ -148,6 +148,11 @@ class Config:
     wandb: Wandb = field(default_factory=Wandb)
 
 
+# Every number is >= 0; these are not 0 either.
+POSITIVE = {"data.seq_len", "data.batch", "model.n_layer", "model.n_head", "model.d_model", "model.rope_theta",
+            "model.vocab_multiple", "optim.lr", "optim.eps", "log.every"}
+
+
 def change(base: Config, **sections: dict) -> Config:
     """A copy of `base` with some fields replaced: change(base, data=dict(seq_len=4096)). ValueError: no such field."""
     for section, fields in sections.items():
@@ -179,9 +184,11 @@ def to_json(config: Config) -> str:
 def from_json(path: Path) -> Config:
     if not path.is_file():
         raise ValueError(f"{path.parent} is not a run folder: it has no config.json")
-    sections = json.loads(path.read_text())
-    if "tags" in sections.get("wandb", {}):
+    try:
+        sections = json.loads(path.read_text())
         sections["wandb"]["tags"] = tuple(sections["wandb"]["tags"])      # JSON has no tuples
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path} is damaged: {error!r}") from error
     return change(Config(), **sections)
 
 
@@ -212,7 +219,7 @@ def check_types(config: Config) -> None:
         for name, hint in typing.get_type_hints(kind).items():
             value = getattr(part, name)
             try:
-                typeguard.check_type(value, hint)
+                typeguard.check_type(value, hint, collection_check_strategy=typeguard.CollectionCheckStrategy.ALL_ITEMS)
                 wrong = isinstance(value, bool) and hint is not bool      # True is an int to Python
             except typeguard.TypeCheckError:
                 wrong = True
@@ -222,19 +229,12 @@ def check_types(config: Config) -> None:
 
 def validate(c: Config) -> None:
     """The rules between fields, after all overrides. ValueError: name, value, rule."""
-    positive = dict(seq_len=c.data.seq_len, batch=c.data.batch, n_layer=c.model.n_layer, n_head=c.model.n_head,
-                    d_model=c.model.d_model, vocab_multiple=c.model.vocab_multiple, every=c.log.every, lr=c.optim.lr)
-    for name, value in positive.items():
-        _rule(value > 0, f"{name}={value} must be positive")
-    counts = {"model.n_kv_head": c.model.n_kv_head, "model.d_ff": c.model.d_ff, "model.window": c.model.window,
-              "optim.warmup_steps": c.optim.warmup_steps, "optim.grad_clip": c.optim.grad_clip,
-              "optim.weight_decay": c.optim.weight_decay, "train.max_steps": c.train.max_steps,
-              "train.tokens_per_step": c.train.tokens_per_step, "train.eval_every": c.train.eval_every,
-              "train.eval_tokens": c.train.eval_tokens, "train.final_eval_tokens": c.train.final_eval_tokens,
-              "train.checkpoint_every": c.train.checkpoint_every,
-              "metrics.peak_tflops": c.metrics.peak_tflops}
-    for name, value in counts.items():
-        _rule(value >= 0, f"{name}={value} must not be negative")
+    for section in dataclasses.fields(c):
+        for name, value in vars(getattr(c, section.name)).items():
+            if isinstance(value, int | float):
+                _rule(value >= 0 and value < float("inf"), f"{section.name}.{name}={value} must be a number >= 0")
+                _rule(value > 0 or f"{section.name}.{name}" not in POSITIVE,
+                      f"{section.name}.{name}={value} must be positive")
     m = c.model
     _rule(m.d_model % m.n_head == 0, f"model.d_model={m.d_model} must be a multiple of model.n_head={m.n_head}")
     _rule(m.n_head % (m.n_kv_head or m.n_head) == 0,

@@ -27,7 +27,7 @@ SPLITS = ("train", "val")
 
 
 def shards_dir(source: str, tokenizer: str) -> Path:
-    """Where a source's shards go by default: data/shards/SLUG-TOKENIZER, a folder of its own for each path."""
+    """Where a source's shards go by default: data/shards/SLUG-TOKENIZER, one folder for each path."""
     if source == "books":
         return ROOT / "data" / "shards" / f"books-{tokenizer}"
     full = os.path.abspath(source)
@@ -76,7 +76,7 @@ def _request(source: str, tok, text_column: str, val_fraction: float) -> dict:
 
 
 def _holds(out: Path, request: dict) -> bool:
-    """Whether `out` holds the shards of this request. ValueError: it holds something else, or damaged shards."""
+    """Whether `out` holds the shards of this request. ValueError: it holds other things or damaged shards."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return False
     if not (out / "request.json").is_file():
@@ -86,7 +86,7 @@ def _holds(out: Path, request: dict) -> bool:
     if differ:
         ordered = dict.fromkeys(["source", "tokenizer", *differ])
         def show(r):
-            return ", ".join(f"{key}={r.get(key)!r}" for key in ordered)
+            return ", ".join(f"{k}={r.get(k)!r}" for k in ordered)
         raise ValueError(f"{out} holds shards of {show(held)}; asked for {show(request)}; "
                          f"choose another folder or delete this one")
     for split in SPLITS:
@@ -97,7 +97,8 @@ def _holds(out: Path, request: dict) -> bool:
 def _write(folder: Path, documents: Iterable[tuple[str, Iterator[str]]], tok) -> None:
     progress = _Progress()
     with contextlib.ExitStack() as stack:
-        writers = {split: stack.enter_context(Writer(shard_path(folder, split), split, tok)) for split in SPLITS}
+        writers = {split: stack.enter_context(Writer(shard_path(folder, split), split, tok))
+                   for split in SPLITS}
         for split, pieces in documents:
             writers[split].add(progress.watch(tok.encode_pieces(pieces)))
     progress.show()
@@ -135,12 +136,13 @@ class _Progress:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m data.prepare", description="Turn a source into token shards.")
+    parser = argparse.ArgumentParser(prog="python -m data.prepare",
+                                     description="Turn a source into token shards.")
     parser.add_argument("source", help="books, or a file, folder or glob of txt, jsonl or parquet")
     parser.add_argument("--tokenizer", default="bytes", help="bytes (default) or gpt2")
     parser.add_argument("--out", help="folder of the shards; default: data/shards/SOURCE-TOKENIZER")
-    parser.add_argument("--text-column", default="text", help="column of jsonl and parquet with the text")
-    parser.add_argument("--val-fraction", type=float, default=0.05, help="share held out (books: named works)")
+    parser.add_argument("--text-column", default="text", help="column with the text in jsonl and parquet")
+    parser.add_argument("--val-fraction", type=float, default=0.05, help="share held out (not for books)")
     args = parser.parse_args(argv)
     try:
         out = prepare(args.source, args.tokenizer, args.out or shards_dir(args.source, args.tokenizer),

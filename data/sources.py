@@ -18,6 +18,7 @@ BOOKS = Path(__file__).parent / "books" / "books.parquet"
 HELD_OUT = ("persuasion", "hamlet", "the-tempest")      # long: loss by position must reach 64k
 KINDS = (".txt", ".jsonl", ".parquet")
 PIECE = 1 << 20                                         # characters
+BATCH = 64                                              # rows of parquet in memory at once
 
 
 class Document(NamedTuple):
@@ -34,7 +35,7 @@ def find(source: str) -> list[Path]:
     path = Path(source)
     if path.is_file():
         files = [path]
-    elif path.is_dir():
+    elif source and path.is_dir():
         files = [Path(p) for p in glob.glob(f"{glob.escape(source)}/**", recursive=True)]   # no .hidden ones
     else:
         files = [Path(p) for p in glob.glob(source, recursive=True)]
@@ -62,7 +63,7 @@ def fingerprint(source: str) -> str:
 
 
 def documents(source: str, text_column: str = "text") -> Iterator[Document]:
-    """Every document, in a fixed order. ValueError: an unreadable file, a column that is missing or no text."""
+    """Every document, in a fixed order. ValueError: an unreadable file, a column missing or not text."""
     if source == "books":
         for row, _ in _parquet(BOOKS, ["title", "text"]):
             yield Document(row["title"], _cut(row["text"]))
@@ -83,9 +84,9 @@ def split(source: str, text_column: str, val_fraction: float) -> Iterator[tuple[
     """Every document as ("train" or "val", pieces), neither split empty. ValueError: too little text.
 
     `books` holds out HELD_OUT. Elsewhere a document's key, a hash of its first piece, decides: equal texts
-    stay together, and new documents move no old ones. Where that leaves a split empty, the document nearest to the
-    threshold moves; a source of one document holds out its tail. To learn which case it is, this reads the
-    source once before it returns."""
+    stay together, and new documents move no old ones. Where that leaves a split empty, the document nearest
+    to the threshold moves; a source of one document holds out its tail. To learn which case it is, this reads
+    the source once before it returns."""
     if source == "books":
         return (("val" if d.title in HELD_OUT else "train", d.pieces) for d in documents(source))
     print(f"reading {source} to choose what is held out", file=sys.stderr)
@@ -163,8 +164,11 @@ def _jsonl(path: Path, column: str) -> Iterator[tuple[dict, str]]:
 def _parquet(path: Path, columns: list[str]) -> Iterator[tuple[dict, str]]:
     for column in columns:
         _require(column, _stream(path).column_names, str(path))
-    for number, row in enumerate(_stream(path, columns=columns), 1):
-        yield row, f"{path}:{number}"
+    number = 0
+    for batch in _stream(path, columns=columns).iter(BATCH):        # row by row it is 15 times slower
+        for values in zip(*batch.values(), strict=True):
+            number += 1
+            yield dict(zip(batch, values, strict=True)), f"{path}:{number}"
 
 
 def _stream(path: Path, **options):
@@ -174,7 +178,7 @@ def _stream(path: Path, **options):
     try:
         with tempfile.TemporaryDirectory() as cache:        # streaming keeps nothing, yet takes a lock there
             return datasets.load_dataset("parquet", data_files=[glob.escape(str(path))], split="train",
-                                         streaming=True, batch_size=64, cache_dir=cache, **options)
+                                         streaming=True, batch_size=BATCH, cache_dir=cache, **options)
     except ValueError as error:                             # pyarrow's errors are, and do not name the file
         raise ValueError(f"cannot read {path}: {error}") from error
 

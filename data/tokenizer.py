@@ -53,8 +53,8 @@ class GPT2:
     def encode_pieces(self, pieces: Iterable[str]) -> Iterator[np.ndarray]:
         """The ids of one text that arrives in pieces; joined, they equal `encode` of the whole.
 
-        A run of more than `longest` characters without a place to cut is cut all the same (tiktoken's regular
-        expressions overflow their stack on a million blanks): it may take an id more, and decodes to itself."""
+        A run of more than `longest` characters without a place to cut is cut all the same (tiktoken's stack
+        overflows on a million blanks): it may take an id more, and decodes to itself."""
         rest = ""
         for piece in pieces:
             for at in range(0, len(piece), self.chunk):

@@ -171,7 +171,7 @@ class Time:
 
 
 class Device:
-    """A GPU of one queue: a step costs the host `launch` seconds and the device `work`, from when it is free."""
+    """A GPU of one queue: a step costs the host `launch` seconds and the device, once it is free, `work`."""
 
     def __init__(self, time, launch=0.1, work=1.0):
         self.time, self.launch, self.work, self.free = time, launch, work, 0.0
@@ -184,7 +184,7 @@ class Device:
         self.time.now = max(self.time.now, self.free)
 
 
-def run(clock, device, steps, every, evaluate_every=0, compile_s=0.0, settle=True):
+def run(clock, device, steps, every, evaluate_every=0, compile_s=0.0):
     """Rates logged by a loop that trains, logs and evaluates for 35 s."""
     rows = []
     for step in range(1, steps + 1):
@@ -192,8 +192,7 @@ def run(clock, device, steps, every, evaluate_every=0, compile_s=0.0, settle=Tru
         device.step(compile_s if step == 1 else None)
         clock.stop(tokens=1000, flops=2 * 10**12)
         if evaluate_every and step % evaluate_every == 0:
-            if settle:
-                clock.settle()
+            clock.settle()
             device.step(35.0)
             device.synchronize()
         if step % every == 0:
@@ -221,25 +220,18 @@ def test_rows_that_hold_warmup_only_have_no_rates():
     assert rows[:2] == [{}, {}] and all(rows[2:])
 
 
-def test_nothing_trained_since_the_last_row_gives_no_rates():
-    clock = Clock(warmup=0)
-    assert clock.rates() == {}
-
-
 def test_the_rates_and_their_units():
     time = Time()
     clock = Clock(world=2, peak_tflops=10.0, full_flops_per_token=4 * 10**9, warmup=0, now=time)
     for _ in range(4):
+        time.now += 100.0                          # between two steps: left out
         clock.start()
         time.now += 0.5
         clock.stop(tokens=1000, flops=3 * 10**12)
-        time.now += 100.0
-        clock.start()                              # a step of the host alone, between two: gaps are left out
-        clock.stop(0, 0)
-    rates = clock.rates()
-    assert rates.pop("perf/step_ms") == 250.0
-    assert rates == pytest.approx({"perf/tokens_per_s": 2000, "perf/tokens_per_s_per_gpu": 1000,
-                                   "perf/tflops": 3.0, "perf/mfu": 0.3, "perf/mfu_full": 0.4})
+    assert clock.rates() == pytest.approx({
+        "perf/tokens_per_s": 2000, "perf/tokens_per_s_per_gpu": 1000, "perf/step_ms": 500, "perf/tflops": 3.0,
+        "perf/mfu": 0.3, "perf/mfu_full": 0.4})
+    assert clock.rates() == {}
 
 
 def test_without_a_peak_there_is_no_mfu_but_a_rate():
@@ -264,6 +256,7 @@ def test_environment_records_commit_and_diff(tmp_path):
     clean = environment("cpu", "float32", (None, "no peak"), tmp_path)
     assert len(clean["commit"]) == 40 and clean["diff"] == ""
     (tmp_path / "file").write_text("new\n" * 50_000)
+    git(tmp_path, "add", "file")
     changed = environment("cpu", "float32", (None, "no peak"), tmp_path)
     assert changed["commit"] == clean["commit"] and "+new" in changed["diff"]
     assert len(changed["diff"]) < metrics.DIFF_LIMIT + 100 and "[cut: " in changed["diff"]
@@ -318,8 +311,9 @@ def environment_without_key(tmp_path, **more):
 
 
 def start(tmp_path, code, **more):
-    done = subprocess.run([sys.executable, "-c", code], env=environment_without_key(tmp_path, **more), text=True,
-                          stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=50)
+    done = subprocess.run([sys.executable, "-c", code], env=environment_without_key(tmp_path, **more),
+                          text=True, timeout=50, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT)
     assert done.returncode == 0 and "DONE" in done.stdout, done.stdout
     assert len(steps(tmp_path / "run")) >= 6
     return done.stdout
@@ -328,8 +322,8 @@ def start(tmp_path, code, **more):
 def inspect(folder, tmp_path):
     """The records of an offline run, read by wandb's own reader."""
     tool = Path(sys.executable).with_name("wandb")
-    text = subprocess.run([tool, "leet", "inspect", "--json", str(folder)], env=environment_without_key(tmp_path),
-                          capture_output=True, text=True, check=True, timeout=50).stdout
+    text = subprocess.run([tool, "leet", "inspect", "--json", str(folder)], capture_output=True, text=True,
+                          env=environment_without_key(tmp_path), check=True, timeout=50).stdout
     return [json.loads(line) for line in text.splitlines()]
 
 
@@ -359,12 +353,14 @@ def test_without_key_or_terminal_the_run_is_offline_and_whole(tmp_path):
 
 def test_a_resumed_run_keeps_its_id_and_its_rows(tmp_path):
     before = ("import types; calls = []\n"
-              "fake = types.SimpleNamespace(define_metric=lambda *a, **k: None, log=lambda row: None,\n"
+              "ok = lambda *a, **k: None\n"
+              "fake = types.SimpleNamespace(define_metric=ok, log=ok,\n"
               "    finish=lambda: None, offline=False, url='there', id='abc123')\n"
               "import wandb; wandb.login = lambda **k: True\n"
               "wandb.init = lambda **k: calls.append(k) or fake")
     after = "print([(c['mode'], c['id'], c['resume']) for c in calls])"
-    assert "[('online', None, None)]" in start(tmp_path, program(tmp_path / "run", before=before, after=after))
+    output = start(tmp_path, program(tmp_path / "run", before=before, after=after))
+    assert "[('online', None, None)]" in output
     output = start(tmp_path, program(tmp_path / "run", before=before, after=after, wandb_id="abc123",
                                      resume_step=3, first=4))
     assert "[('online', 'abc123', 'allow')]" in output and "id abc123" in output
@@ -374,8 +370,9 @@ def test_a_resumed_run_keeps_its_id_and_its_rows(tmp_path):
 @pytest.mark.parametrize("mode", ["auto", "online"])
 def test_at_a_terminal_without_key_nobody_is_asked(tmp_path, mode):
     ours, theirs = pty.openpty()
-    child = subprocess.Popen([sys.executable, "-c", program(tmp_path / "run", mode)], stdin=theirs, stdout=theirs,
-                             stderr=theirs, env=environment_without_key(tmp_path), start_new_session=True)
+    child = subprocess.Popen([sys.executable, "-c", program(tmp_path / "run", mode)], start_new_session=True,
+                             env=environment_without_key(tmp_path),
+                             stdin=theirs, stdout=theirs, stderr=theirs)
     os.close(theirs)
     try:
         child.wait(timeout=20)
@@ -383,27 +380,31 @@ def test_at_a_terminal_without_key_nobody_is_asked(tmp_path, mode):
         child.kill()
         text = os.read(ours, 100_000).decode()
         os.close(ours)
-    assert child.returncode == 0 and "W&B offline: " in text and "DONE" in text
+    assert child.returncode == 0 and "DONE" in text
+    assert "W&B offline: " in text and "online failed" not in text       # it did not come as far as asking
     assert len(list((tmp_path / "run" / "wandb").glob("offline-run-*"))) == 1
 
 
 def test_an_unreachable_server_means_offline(tmp_path):
-    before = ("import wandb; real = wandb.init; wandb.login = lambda **k: True\n"
+    before = ("import wandb; real = wandb.init\n"
               "def init(mode, **k):\n"
               "    assert k['settings'].init_timeout == 30 and k['settings'].finish_timeout == 60\n"
               "    if mode == 'online': raise wandb.errors.CommError('no\\nroute')\n"
               "    return real(mode=mode, **k)\n"
               "wandb.init = init")
-    output = start(tmp_path, program(tmp_path / "run", before=before))
+    output = start(tmp_path, program(tmp_path / "run", before=before),
+                   WANDB_API_KEY="0" * 40, WANDB_BASE_URL="http://127.0.0.1:9")
     assert "W&B online failed, going on offline: CommError: no route" in output and "W&B offline: " in output
+    assert "wandb: " not in output                               # not about the key it found either
 
 
 BROKEN_RUN = ("import sys, types\n"
               "def fail(*a, **k): raise RuntimeError('broken\\nthing')\n"
               "ok = lambda *a, **k: None\n"
-              "broken = types.SimpleNamespace(define_metric=ok, log=fail, finish=fail, offline=False, url='there', "
-              "id='x')\n"
-              "fake = types.ModuleType('wandb'); fake.setup = fake.Settings = ok; fake.login = lambda **k: True\n"
+              "broken = types.SimpleNamespace(define_metric=ok, log=fail, finish=fail,\n"
+              "    offline=False, url='there', id='x')\n"
+              "fake = types.ModuleType('wandb')\n"
+              "fake.setup = fake.Settings = ok; fake.login = lambda **k: True\n"
               "sys.modules['wandb'] = fake\n")
 
 
@@ -421,14 +422,15 @@ def test_no_failure_of_wandb_stops_a_run(tmp_path, before, line):
 
 @pytest.mark.parametrize("mode, variable", [("disabled", "online"), ("auto", "disabled")])
 def test_disabled_imports_nothing(tmp_path, mode, variable):
-    output = start(tmp_path, program(tmp_path / "run", mode, after="print('imported', 'wandb' in sys.modules)"),
-                   WANDB_MODE=variable)
+    code = program(tmp_path / "run", mode, after="print('imported', 'wandb' in sys.modules)")
+    output = start(tmp_path, code, WANDB_MODE=variable)
     assert "imported False" in output and not (tmp_path / "run" / "wandb").exists()
 
 
 def test_the_variable_decides_under_auto_and_the_config_otherwise(tmp_path):
     before = BROKEN_RUN + "fake.init = lambda **k: print('mode', k['mode']) or broken"
-    assert "mode offline" in start(tmp_path, program(tmp_path / "run", before=before), WANDB_MODE="offline")
+    output = start(tmp_path, program(tmp_path / "run", before=before), WANDB_MODE="offline")
+    assert "mode offline" in output
     output = start(tmp_path, program(tmp_path / "run", "online", before=before, resume_step=0),
                    WANDB_MODE="disabled")
     assert "mode online" in output
