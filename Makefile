@@ -12,7 +12,7 @@ train: setup     ## prepare the books, train the quickstart (or go on with it), 
 	$(BIN)/python sample.py $(RUN) --prompt "$(PROMPT)"
 
 test: setup lint ## every test that needs no GPU
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-gpu: setup  ## the kernel tests on the GPU at hand
 	$(BIN)/python -m pytest -m gpu

@@ -16,8 +16,9 @@ def load(run: Path, device: torch.device) -> tuple[GPT, int]:
     """The model of a run and the longest row it was trained on. ValueError: no such run, or none of its checkpoints."""
     c = configs.from_json(run / "config.json")
     state = checkpoint.load(run, device)
-    attention = backends.build(c.model.attention if device.type == "cuda" else "sdpa", device, torch.float32,
-                               c.model.d_model // c.model.n_head, dense=True)
+    gpu = device.type == "cuda"
+    attention = backends.build(c.model.attention if gpu else "sdpa", device, torch.bfloat16 if gpu else torch.float32,
+                               c.model.d_model // c.model.n_head, dense="S" not in c.model.window_pattern)
     model = GPT(c.model, tokenizer.get(c.data.tokenizer).vocab_size, c.data.seq_len, attention).to(device)
     checkpoint.load_model(model, state["model"])
     return model.eval(), c.data.seq_len
@@ -28,7 +29,8 @@ def generate(model: GPT, tokens: list[int], n: int, seq_len: int, temperature: f
     """Yields n sampled ids, or fewer if the text ends. Each one reads the last seq_len tokens again: no cache yet."""
     device = model.embed.weight.device
     for _ in range(n):
-        logits = model(torch.tensor([tokens[-seq_len:]], device=device))[0, -1] / temperature
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            logits = model(torch.tensor([tokens[-seq_len:]], device=device))[0, -1] / temperature
         if top_k:
             logits[logits < logits.topk(min(top_k, len(logits))).values[-1]] = float("-inf")
         token = int(torch.multinomial(logits.softmax(-1), 1))
@@ -50,6 +52,8 @@ def main(argv: list[str]) -> None:
     with configs.one_line_errors():
         if args.temperature <= 0 or not args.prompt:
             raise ValueError(f"--temperature={args.temperature} must be positive, --prompt={args.prompt!r} not empty")
+        if args.tokens < 0 or args.top_k < 0:
+            raise ValueError(f"--tokens={args.tokens} and --top-k={args.top_k} must not be negative")
         model, seq_len = load(args.run, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         text = tokenizer.get(configs.from_json(args.run / "config.json").data.tokenizer)
     torch.manual_seed(args.seed)

@@ -4,6 +4,7 @@ import os
 
 import torch
 from torch import Tensor
+from torch.library import custom_op
 
 from .backward import backward
 from .forward import forward
@@ -47,7 +48,7 @@ class FlashAttention2(torch.autograd.Function):
         return *grads, None, None, None, None, None, None, None
 
 
-@torch.library.custom_op("flash_attn2::forward", mutates_args=())
+@custom_op("flash_attn2::forward", mutates_args=())
 def _forward(q: Tensor, k: Tensor, v: Tensor, lo: Tensor | None, hi: Tensor | None, left: int, right: int,
              softmax_scale: float) -> tuple[Tensor, Tensor]:
     return forward(q, k, v, Mask(left, right, lo, hi), softmax_scale)
@@ -59,7 +60,7 @@ def _(q, k, v, lo, hi, left, right, softmax_scale):
     return q.new_empty(B, Tq, H, D), q.new_empty(B, H, Tq, dtype=torch.float32)
 
 
-@torch.library.custom_op("flash_attn2::backward", mutates_args=())
+@custom_op("flash_attn2::backward", mutates_args=())
 def _backward(do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
               lo: Tensor | None, hi: Tensor | None, q_lo: Tensor | None, q_hi: Tensor | None,
               left: int, right: int, softmax_scale: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,7 +1,8 @@
-"""What the attention tests share: the cases, two torch references (float64, and the tested dtype), and FA's tolerance.
+"""What the attention tests share: cases, two torch references (float64, and the tested dtype), FA's tolerance.
 
-Tolerance is earned, not chosen: an error against float64 is at most twice (gradients: three times) that of the same
-maths done by torch in the tested dtype, plus 1e-5. That holds for the largest error and for the root mean square.
+Tolerance is earned, not chosen: an error against float64 is at most twice (gradients: three times) that of the
+same maths done by torch in the tested dtype, plus 1e-5. That holds for the largest error and for the root mean
+square.
 """
 from typing import NamedTuple
 
@@ -24,8 +25,10 @@ class Case(NamedTuple):
     B: int = 1
     window: int = 0
     sides: tuple[int, int] | None = None                # not causal: (left, right) keys, or FULL
-    docs: tuple[tuple[int, ...], ...] | None = None     # per batch row, the lengths of its documents
-    segments: tuple[tuple[int, int], ...] | None = None  # (queries, keys) of each document, causal from its bottom right
+    docs: tuple[tuple[int, ...], ...] | None = None  # per batch row, the lengths of its documents
+    segments: tuple[tuple[int, int], ...] | None = (
+        None  # (queries, keys) of each document, causal from its bottom right
+    )
     q_times: float = 1.0
     softmax_scale: float | None = None
 
@@ -85,8 +88,16 @@ SMALL = {
     "q_times_5_Tq_above_Tk": Case(127, 97, H=1, q_times=5.0),
     "softmax_scale_1": Case(65, H=1, D=16, softmax_scale=1.0),
 }
-SMALL_HALF = ["T65", "T130", "window65", "documents_differ_by_row", "Tq_above_Tk_rows_without_keys", "gqa_8_2", "D40_padded",
-              "q_times_5"]
+SMALL_HALF = [
+    "T65",
+    "T130",
+    "window65",
+    "documents_differ_by_row",
+    "Tq_above_Tk_rows_without_keys",
+    "gqa_8_2",
+    "D40_padded",
+    "q_times_5",
+]
 
 
 def packing(T: int, n: int, seed: int) -> tuple[int, ...]:
@@ -95,8 +106,8 @@ def packing(T: int, n: int, seed: int) -> tuple[int, ...]:
     return tuple(torch.diff(cuts, prepend=torch.tensor([0]), append=torch.tensor([T])).tolist())
 
 
-# Few combinations of what Triton specialises on (D, documents, lengths and window - 1 divisible by 16, one group):
-# each costs seconds of compilation.
+# Few combinations of what Triton specialises on (D, documents, divisibility by 16 of lengths and window - 1,
+# one group): each costs seconds of compilation.
 LARGE = {
     "D64": Case(1024, H=6, H_kv=3, B=2),
     "D64_T1000": Case(1000, H=6, H_kv=3, B=2),
@@ -107,7 +118,9 @@ LARGE = {
     "D64_documents": Case(2048, H=6, H_kv=3, B=2, docs=(packing(2048, 40, 0), packing(2048, 3, 1))),
     "D64_one_token_documents": Case(1024, H=6, H_kv=3, docs=((1,) * 1024,)),
     "D64_documents_T1000": Case(1000, H=6, H_kv=3, docs=(packing(1000, 9, 2),), window=129),
-    "D64_segments": Case(1100, 1500, H=6, H_kv=3, segments=((76, 1), (0, 5), (324, 1294), (600, 0), (100, 200))),
+    "D64_segments": Case(
+        1100, 1500, H=6, H_kv=3, segments=((76, 1), (0, 5), (324, 1294), (600, 0), (100, 200))
+    ),
     "D64_T16384": Case(16384, H=2, H_kv=2, window=1025),
     "D64_documents_T16384": Case(16384, H=6, H_kv=3, docs=(packing(16384, 30, 3),), window=4097),
     "D64_Tq_above_Tk": Case(2100, 1000, H=6, H_kv=3),
@@ -131,7 +144,10 @@ LARGE_HALF = ["D64_T1000", "D64_documents", "D64_q_times_5", "D128"]
 def cases():
     """pytest parameters (case, dtype): SMALL anywhere, LARGE on a GPU."""
     small = [(SMALL, SMALL, torch.float32, ()), (SMALL, SMALL_HALF, torch.float16, ())]
-    large = [(LARGE, LARGE, torch.bfloat16, pytest.mark.gpu), (LARGE, LARGE_HALF, torch.float16, pytest.mark.gpu)]
+    large = [
+        (LARGE, LARGE, torch.bfloat16, pytest.mark.gpu),
+        (LARGE, LARGE_HALF, torch.float16, pytest.mark.gpu),
+    ]
     return [pytest.param(table[name], dtype, id=f"{name}-{str(dtype)[6:]}", marks=marks)
             for table, names, dtype, marks in small + large for name in names]
 
@@ -147,7 +163,9 @@ def make_inputs(case: Case, dtype: torch.dtype, device: torch.device) -> Inputs:
     """Normal random q, k, v (which want gradients), do and dlse."""
     B, Tq, Tk, H, D = case.B, case.Tq, case.keys, case.H, case.D
     H_kv = H if case.H_kv is None else case.H_kv
-    q, k, v, do = (torch.randn(B, T, heads, D, device=device) for T, heads in ((Tq, H), (Tk, H_kv), (Tk, H_kv), (Tq, H)))
+    q, k, v, do = (
+        torch.randn(B, T, heads, D, device=device) for T, heads in ((Tq, H), (Tk, H_kv), (Tk, H_kv), (Tq, H))
+    )
     q, k, v = (x.to(dtype).requires_grad_() for x in (q * case.q_times, k, v))
     return Inputs(q, k, v, do.to(dtype), torch.randn(B, H, Tq, device=device))
 
@@ -177,17 +195,23 @@ def make_mask(case: Case, device: torch.device) -> tuple[Mask, Tensor]:
 
 
 def segment_mask(segments: tuple[tuple[int, int], ...], B: int, device: torch.device) -> tuple[Mask, Tensor]:
-    """Packed documents whose queries and keys differ in number; within each the last query stands at the last key."""
+    """Packed documents whose queries and keys differ in number; in each the last query stands at the last key."""
     first_key = running([n_k for _, n_k in segments])
     lo = [start for (n_q, _), start in zip(segments, first_key, strict=True) for _ in range(n_q)]
-    hi = [start + i + n_k - n_q for (n_q, n_k), start in zip(segments, first_key, strict=True) for i in range(n_q)]
+    hi = [
+        start + i + n_k - n_q
+        for (n_q, n_k), start in zip(segments, first_key, strict=True)
+        for i in range(n_q)
+    ]
     lo, hi = (torch.tensor(x, device=device).expand(B, -1) for x in (lo, hi))
     blocks = [reference.seen(n_q, n_k, device=device) for n_q, n_k in segments]
     return from_bounds(lo, hi, sum(n_k for _, n_k in segments)), torch.block_diag(*blocks).bool()
 
 
-def in_own_dtype(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, softmax_scale: float | None = None) -> tuple[Tensor, Tensor]:
-    """The reference's maths with every step rounded to q's dtype; lse, a float32 result, from float32 scores."""
+def in_own_dtype(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, softmax_scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """The reference's maths with every step rounded to q's dtype; lse, a float32 result, from float32."""
     group = q.shape[2] // k.shape[2]
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     k, v = (x.repeat_interleave(group, dim=2) for x in (k, v))
@@ -202,15 +226,19 @@ def in_own_dtype(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, softmax_scale: f
     return torch.einsum("bhij,bjhd->bihd", p, v), lse
 
 
-def by_rows(attend, x: Inputs, seen: Tensor, softmax_scale: float | None, chunk: int = 1024) -> dict[str, Tensor]:
-    """o, lse, dq, dk, dv of a dense attention, a chunk of query rows at a time: T^2 never lies in memory at once."""
+def by_rows(
+    attend, x: Inputs, seen: Tensor, softmax_scale: float | None, chunk: int = 1024
+) -> dict[str, Tensor]:
+    """o, lse, dq, dk, dv of a dense attention, a chunk of query rows at a time: no T^2 scores in memory."""
     q, k, v = (t.detach().requires_grad_() for t in x[:3])
     parts, dk, dv = [], 0, 0
     for i in range(0, q.shape[1], chunk):
         rows = slice(i, i + chunk)
         q_rows = q[:, rows].detach().requires_grad_()
         o, lse = attend(q_rows, k, v, seen[..., rows, :], softmax_scale)
-        grads = torch.autograd.grad((o, lse), (q_rows, k, v), (x.do[:, rows].to(o.dtype), x.dlse[..., rows].to(lse.dtype)))
+        grads = torch.autograd.grad(
+            (o, lse), (q_rows, k, v), (x.do[:, rows].to(o.dtype), x.dlse[..., rows].to(lse.dtype))
+        )
         parts.append((o.detach(), lse.detach(), grads[0]))
         dk, dv = dk + grads[1].double(), dv + grads[2].double()
     o, lse, dq = (torch.cat(p, dim) for p, dim in zip(zip(*parts, strict=True), (1, 2, 1), strict=True))
@@ -229,7 +257,9 @@ def ours(x: Inputs, mask: Mask, softmax_scale: float | None = None) -> dict[str,
     return dict(o=o.detach(), lse=lse.detach(), dq=dq, dk=dk, dv=dv)
 
 
-def assert_as_good_as_torch(got: dict[str, Tensor], x: Inputs, seen: Tensor, softmax_scale: float | None = None) -> None:
+def assert_as_good_as_torch(
+    got: dict[str, Tensor], x: Inputs, seen: Tensor, softmax_scale: float | None = None
+) -> None:
     """FA's rule, for each of o, lse, dq, dk, dv that `got` has."""
     if "dq" not in got:
         x = x._replace(do=torch.zeros_like(x.do), dlse=torch.zeros_like(x.dlse))
@@ -238,12 +268,13 @@ def assert_as_good_as_torch(got: dict[str, Tensor], x: Inputs, seen: Tensor, sof
     for name, value in got.items():
         factor = 3 if name in ("dq", "dk", "dv") else 2
         assert value.shape == exact[name].shape, name
-        for kind, mine, theirs in zip(("max", "rms"), errors(value, exact[name]), errors(torchs[name], exact[name]),
-                                      strict=True):
+        for kind, mine, theirs in zip(
+            ("max", "rms"), errors(value, exact[name]), errors(torchs[name], exact[name]), strict=True
+        ):
             assert mine <= factor * theirs + 1e-5, f"{name}: {kind} error {mine:.3e}, torch's is {theirs:.3e}"
 
 
 def errors(x: Tensor, exact: Tensor) -> tuple[float, float]:
-    """Largest and root-mean-square error. An infinity must stand where the exact one does; NaN compares as no one's."""
+    """Largest and root-mean-square error. An infinity must stand where the exact one does; NaN fits nothing."""
     difference = torch.where(x == exact, 0.0, x.double() - exact).abs()
     return difference.max().item(), difference.square().mean().sqrt().item()

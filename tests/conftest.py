@@ -7,6 +7,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 os.environ.setdefault("WANDB_MODE", "offline")
+torch.set_num_threads(1)        # the tests are small, and run side by side
 
 
 def pytest_collection_modifyitems(items):

@@ -20,8 +20,9 @@ def run(name: str, window: int, doc_start, H_kv: int = 2):
 DOCS = torch.tensor([[0] * 30 + [30] + [31] * 39, [0] * 70], dtype=torch.int32)
 
 
-@pytest.mark.parametrize("window, doc_start", [(0, None), (1, None), (9, None), (70, None), (99, None), (0, DOCS), (9, DOCS)],
-                         ids=["causal", "w1", "w9", "wT", "w>T", "docs", "docs+w9"])
+@pytest.mark.parametrize("window, doc_start", [
+    (0, None), (1, None), (9, None), (70, None), (99, None), (0, DOCS), (9, DOCS),
+], ids=["causal", "w1", "w9", "wT", "w>T", "docs", "docs+w9"])
 @pytest.mark.parametrize("name", ["flash_attn2", "sdpa", "sdpa:math"])
 def test_backend_equals_reference(name, window, doc_start):
     for got, want in zip(run(name, window, doc_start), run("reference", window, doc_start), strict=True):
@@ -54,7 +55,7 @@ def test_what_a_backend_cannot_do_is_an_error(name, dtype, head_dim, dense, rule
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["flash_attn2", "sdpa", "sdpa:flash", "sdpa:cudnn", "sdpa:efficient"])
-@pytest.mark.parametrize("window, documents", [(0, False), (300, False), (0, True)], ids=["causal", "window", "documents"])
+@pytest.mark.parametrize("window, documents", [(0, False), (300, False), (0, True)], ids=["causal", "window", "docs"])
 def test_backend_equals_reference_on_a_gpu(name, window, documents):
     device = torch.device("cuda")
     dense = not window and not documents

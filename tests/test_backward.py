@@ -1,4 +1,5 @@
-"""Backward: every case against float64, gradients and inputs in any layout, then what must hold to the last bit."""
+"""Backward: every case against float64, any layout of inputs and do, then what must hold to the last bit."""
+
 import pytest
 import torch
 from attention_cases import (
@@ -51,7 +52,9 @@ def test_as_good_as_torch(case, dtype, device, poison):
 def test_gradient_of_o_alone(case, dtype, device, poison):
     x = make_inputs(case, dtype, device)
     dq, dk, dv = grads(x, causal_mask())
-    assert_as_good_as_torch(dict(dq=dq, dk=dk, dv=dv), x._replace(dlse=torch.zeros_like(x.dlse)), make_mask(case, device)[1])
+    assert_as_good_as_torch(
+        dict(dq=dq, dk=dk, dv=dv), x._replace(dlse=torch.zeros_like(x.dlse)), make_mask(case, device)[1]
+    )
 
 
 @both
@@ -114,19 +117,23 @@ def test_do_of_any_layout(case, dtype, layout, device, poison):
     x = make_inputs(case, dtype, device)
     x = x._replace(do=layout(x.do))
     dq, dk, dv = grads(x, causal_mask())
-    assert_as_good_as_torch(dict(dq=dq, dk=dk, dv=dv), x._replace(dlse=torch.zeros_like(x.dlse)), make_mask(case, device)[1])
+    assert_as_good_as_torch(
+        dict(dq=dq, dk=dk, dv=dv), x._replace(dlse=torch.zeros_like(x.dlse)), make_mask(case, device)[1]
+    )
 
 
 @on_both(Case(65, D=16, H=1), LARGE)
 def test_sum_and_transpose_and_cat(case, dtype, device):
-    """Autograd's own do: stride 0, transposed, a slice of a concatenation. Each equals the gradient by hand."""
+    """Autograd's own do: stride 0, transposed, a slice of a concatenation. Each equals that by hand."""
     x = make_inputs(case, dtype, device)
     losses = [(lambda o: o.sum(), torch.ones_like(x.do)),
               (lambda o: (o.transpose(1, 2) * x.do.transpose(1, 2)).sum(), x.do),
               (lambda o: (torch.cat([o, o], 0) * torch.cat([x.do, 0 * x.do], 0)).sum(), x.do)]
     for loss, do in losses:
         o, _ = flash_attention(x.q, x.k, x.v, causal_mask())
-        for mine, by_hand in zip(torch.autograd.grad(loss(o), (x.q, x.k, x.v)), grads(x, causal_mask(), do), strict=True):
+        for mine, by_hand in zip(
+            torch.autograd.grad(loss(o), (x.q, x.k, x.v)), grads(x, causal_mask(), do), strict=True
+        ):
             torch.testing.assert_close(mine, by_hand)
 
 
@@ -170,10 +177,14 @@ def test_gradient_through_a_packed_projection(device):
     o, _ = flash_attention(*qkv.unbind(2), causal_mask())
     dqkv, = torch.autograd.grad(o, qkv, do)
     x = Inputs(*qkv.detach().unbind(2), do, torch.zeros(1, 2, 65, device=device))
-    assert_as_good_as_torch(dict(zip(("dq", "dk", "dv"), dqkv.unbind(2), strict=True)), x, reference.seen(65, 65, device=device))
+    assert_as_good_as_torch(
+        dict(zip(("dq", "dk", "dv"), dqkv.unbind(2), strict=True)), x, reference.seen(65, 65, device=device)
+    )
 
 
-@on_both(Case(130, D=16, docs=((70, 60),), B=1), Case(2048, H=6, H_kv=3, B=2, docs=((700, 1348), (700, 1348))))
+@on_both(
+    Case(130, D=16, docs=((70, 60),), B=1), Case(2048, H=6, H_kv=3, B=2, docs=((700, 1348), (700, 1348)))
+)
 def test_a_document_takes_no_gradient_from_the_others(case, dtype, device):
     x = make_inputs(case, dtype, device)
     mask, _ = make_mask(case, device)
@@ -241,23 +252,30 @@ def test_large_scores_past_the_last_row_make_no_nan(T, D, device, poison):
 
 
 def test_directional_finite_difference(device):
-    """The gradient predicts the change of the forward itself, no reference between: float32, central difference."""
+    """The gradient predicts the change of the forward itself, no reference between: central difference."""
     x = make_inputs(Case(65, D=16, H=2), torch.float32, device)
     direction = [torch.randn_like(t) for t in x[:3]]
 
     def loss(step):
         with torch.no_grad():
-            o, lse = flash_attention(*(t + step * d for t, d in zip(x[:3], direction, strict=True)), causal_mask())
+            o, lse = flash_attention(
+                *(t + step * d for t, d in zip(x[:3], direction, strict=True)), causal_mask()
+            )
         return (o.double() * x.do).sum().item() + (lse.double() * x.dlse).sum().item()
     got = ours(x, causal_mask())
-    predicted = sum((got[name].double() * d).sum().item() for name, d in zip(("dq", "dk", "dv"), direction, strict=True))
+    predicted = sum(
+        (got[name].double() * d).sum().item() for name, d in zip(("dq", "dk", "dv"), direction, strict=True)
+    )
     assert (loss(1e-2) - loss(-1e-2)) / 2e-2 == pytest.approx(predicted, rel=1e-2)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the tile of the interpreter")
 @pytest.mark.parametrize("block_m, block_n", [(16, 32), (32, 16), (32, 128), (128, 32)])
-@pytest.mark.parametrize("case", [Case(65, 97, H=1, D=16), Case(70, 40, H=1, D=16, window=20),
-                                  Case(100, H=1, D=16, docs=((33, 1, 66),))], ids=["Tq_below_Tk", "window", "documents"])
+@pytest.mark.parametrize(
+    "case",
+    [Case(65, 97, H=1, D=16), Case(70, 40, H=1, D=16, window=20), Case(100, H=1, D=16, docs=((33, 1, 66),))],
+    ids=["Tq_below_Tk", "window", "documents"],
+)
 def test_any_tile_shape(case, block_m, block_n, device, poison, monkeypatch):
     monkeypatch.setattr(tiles, "INTERPRETER", tiles.Tile(block_m, block_n, 4, 1))
     x = make_inputs(case, torch.float32, device)

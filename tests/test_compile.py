@@ -1,4 +1,4 @@
-"""Every tile of tiles.py compiles for its architecture and fits it: shared memory, registers, spills, wgmma. No GPU needed.
+"""Every tile of tiles.py compiles for its architecture and fits: memory, registers, spills, wgmma. No GPU needed.
 
 The compiler runs in a subprocess, since this process may have Triton's interpreter on. For the table alone:
 
@@ -20,6 +20,13 @@ import pytest
 HERE = Path(__file__).resolve()
 SHARED = {"sm_80": 163 * 1024, "sm_90": 227 * 1024}      # bytes a block can have (CUDA programming guide)
 
+# Bytes of stack a thread may spill; what is not named spills nothing. FLOAT32 is for tests: it may spill.
+SPILLS = {
+    ("sm_90", 64, "dkdv"): 96, ("sm_90", 128, "dkdv"): 168, ("sm_90", 256, "dkdv"): 616,
+    ("sm_80", 64, "dkdv"): 176, ("sm_80", 128, "dkdv"): 216,
+    ("sm_80", 64, "forward"): 16, ("sm_80", 128, "forward"): 32,
+}
+
 
 class Job(NamedTuple):
     arch: str
@@ -29,7 +36,9 @@ class Job(NamedTuple):
     vectors: bool
 
     def __str__(self):
-        return f"{self.arch}-D{self.head_dim}-{self.kind}-{self.dtype}-{'vectors' if self.vectors else 'closed'}"
+        return (
+            f"{self.arch}-D{self.head_dim}-{self.kind}-{self.dtype}-{'vectors' if self.vectors else 'closed'}"
+        )
 
 
 def jobs(head_dims=(64, 128, 256), archs=("sm_90", "sm_80")) -> list[Job]:
@@ -43,7 +52,7 @@ def jobs(head_dims=(64, 128, 256), archs=("sm_90", "sm_80")) -> list[Job]:
 
 
 def measure(job: Job) -> dict:
-    """Compile one kernel as a launch would specialise it (16-byte pointers, strides and lengths multiples of 16)."""
+    """Compile one kernel as a launch would specialise it (pointers, strides, lengths: multiples of 16)."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -72,8 +81,16 @@ def measure(job: Job) -> dict:
     out = triton.compile(ASTSource(kernel, signature, constants, attrs), target=target, options=options)
     ptx = out.asm["ptx"]
     tensor_core = "wgmma" if "wgmma.mma_async" in ptx else "mma" if "mma.sync" in ptx else "none"
-    return dict(job._asdict(), name=str(job), block_m=block[0], block_n=block[1], **options, shared=out.metadata.shared,
-                tensor_core=tensor_core, **resources(out.asm["cubin"]))
+    return dict(
+        job._asdict(),
+        name=str(job),
+        block_m=block[0],
+        block_n=block[1],
+        **options,
+        shared=out.metadata.shared,
+        tensor_core=tensor_core,
+        **resources(out.asm["cubin"]),
+    )
 
 
 def argument_type(name: str, dtype: str, constants: dict) -> str:
@@ -89,7 +106,7 @@ def argument_type(name: str, dtype: str, constants: dict) -> str:
 
 
 def resources(cubin: bytes) -> dict:
-    """Registers a thread and bytes of stack a thread: a kernel without arrays has a stack only for what it spills."""
+    """Registers a thread and bytes of stack a thread: without arrays, what it spills."""
     from triton import knobs
     with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
         f.write(cubin)
@@ -104,6 +121,47 @@ def main() -> None:
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
         for row in pool.map(measure, jobs()):
             print(json.dumps(row), flush=True)
+
+
+def faults(job: Job, row: dict) -> list[str]:
+    """Shared memory beyond the card's, a stack beyond SPILLS, or a bf16 kernel without its tensor cores."""
+    found = []
+    if row["shared"] > SHARED[job.arch]:
+        found.append(f"{row['shared']} bytes of shared memory, {job.arch} has {SHARED[job.arch]}")
+    allowed = SPILLS.get((job.arch, job.head_dim, job.kind), 0)
+    if job.dtype == "bf16" and row["stack"] > allowed:
+        found.append(f"{row['stack']} bytes of stack, {allowed} allowed")
+    core = {"sm_90": "wgmma", "sm_80": "mma"}[job.arch]
+    if job.dtype == "bf16" and job.kind != "delta" and row["tensor_core"] != core:
+        found.append(f"tensor cores: {row['tensor_core']}, not {core}")
+    return found
+
+
+def test_every_tile_fits():
+    """One test, so that parallel runs compile once. Triton's cache makes a second run quick."""
+    env = os.environ | {"TRITON_INTERPRET": "0"}
+    ran = subprocess.run([sys.executable, HERE], env=env, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    rows = [json.loads(line) for line in ran.stdout.splitlines()]
+    table = {Job(*(row[field] for field in Job._fields)): row for row in rows}
+    assert set(table) == set(jobs())
+    bad = [f"{job}: {fault}" for job, row in table.items() for fault in faults(job, row)]
+    assert not bad, "\n".join(bad)
+
+
+@pytest.mark.parametrize("change, message", [
+    (dict(shared=2**20), "shared memory"), (dict(stack=9999), "stack"), (dict(tensor_core="mma"), "not wgmma")])
+def test_a_fault_is_seen(change, message):
+    row = dict(shared=0, stack=0, tensor_core="wgmma")
+    job = Job("sm_90", 128, "forward", "bf16", True)
+    assert not faults(job, row) and message in faults(job, row | change)[0]
+
+
+def test_every_entry_is_measured():
+    from flash_attn2.tiles import TILES
+    assert {(job.arch, job.head_dim) for job in jobs()} == set(TILES)
+    for passes in TILES.values():
+        assert set(passes) == {"forward", "dkdv", "dq"}
 
 
 if __name__ == "__main__":

@@ -54,8 +54,11 @@ def test_one_token_documents_return_v(case, dtype, device):
 def test_window_that_reaches_everything_is_causal(case, dtype, window, device):
     x = make_inputs(case, dtype, device)
     width = {"T": case.Tq, "T+1": case.Tq + 1, "2T": 2 * case.Tq}[window]
-    for a, b in zip(flash_attention(x.q, x.k, x.v, causal_mask(width)), flash_attention(x.q, x.k, x.v, causal_mask()),
-                    strict=True):
+    for a, b in zip(
+        flash_attention(x.q, x.k, x.v, causal_mask(width)),
+        flash_attention(x.q, x.k, x.v, causal_mask()),
+        strict=True,
+    ):
         assert torch.equal(a, b)
 
 
@@ -64,7 +67,9 @@ def test_one_document_is_causal(case, dtype, device):
     """The four vectors and the closed form are two ways to say one mask."""
     x = make_inputs(case, dtype, device)
     one = causal_mask(doc_start=torch.zeros(case.B, case.Tq, dtype=torch.int64, device=device))
-    for a, b in zip(flash_attention(x.q, x.k, x.v, one), flash_attention(x.q, x.k, x.v, causal_mask()), strict=True):
+    for a, b in zip(
+        flash_attention(x.q, x.k, x.v, one), flash_attention(x.q, x.k, x.v, causal_mask()), strict=True
+    ):
         assert torch.equal(a, b)
 
 
@@ -92,7 +97,9 @@ def test_the_future_changes_no_bit_of_the_past(case, dtype, t, device):
         for y in (x.q, x.k, x.v):
             y[:, t:] = 3 * torch.randn_like(y[:, t:])
     after = flash_attention(x.q, x.k, x.v, causal_mask())
-    assert torch.equal(before[0][:, :t], after[0][:, :t]) and torch.equal(before[1][..., :t], after[1][..., :t])
+    assert torch.equal(before[0][:, :t], after[0][:, :t]) and torch.equal(
+        before[1][..., :t], after[1][..., :t]
+    )
 
 
 @on_both(Case(65, B=2, H=4, H_kv=2, D=16), Case(1024, B=3, H=6, H_kv=3))
@@ -112,7 +119,7 @@ def test_batch_rows_and_heads_are_independent(case, dtype, device):
 
 @on_both(Case(65, sides=FULL), Case(1024, H=6, H_kv=3, sides=FULL))
 def test_constant_v_comes_back(case, dtype, device):
-    """Rows of p sum to one, up to p's own rounding: the numerator uses the rounded p, the denominator does not."""
+    """Rows of p sum to one, up to p's own rounding: the numerator's p is rounded, the denominator's not."""
     x = make_inputs(case, dtype, device)
     o, _ = flash_attention(x.q, x.k, torch.ones_like(x.v), make_mask(case, device)[0])
     assert (o - 1).abs().max() <= torch.finfo(dtype).eps * 4
@@ -130,8 +137,11 @@ def test_repeats_bit_for_bit(case, dtype, device):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the tile of the interpreter")
 @pytest.mark.parametrize("block_m, block_n", [(16, 32), (32, 16), (32, 128), (128, 32)])
-@pytest.mark.parametrize("case", [Case(65, 97, H=1, D=16), Case(70, 40, H=1, D=16, window=20),
-                                  Case(100, H=1, D=16, docs=((33, 1, 66),))], ids=["Tq_below_Tk", "window", "documents"])
+@pytest.mark.parametrize(
+    "case",
+    [Case(65, 97, H=1, D=16), Case(70, 40, H=1, D=16, window=20), Case(100, H=1, D=16, docs=((33, 1, 66),))],
+    ids=["Tq_below_Tk", "window", "documents"],
+)
 def test_any_tile_shape(case, block_m, block_n, device, poison, monkeypatch):
     monkeypatch.setattr(tiles, "INTERPRETER", tiles.Tile(block_m, block_n, 4, 1))
     x = make_inputs(case, torch.float32, device)
@@ -140,8 +150,11 @@ def test_any_tile_shape(case, block_m, block_n, device, poison, monkeypatch):
     assert_as_good_as_torch(dict(o=o.detach(), lse=lse.detach()), x, seen)
 
 
-@pytest.mark.parametrize("B, Tq, Tk, H", [(0, 5, 5, 2), (1, 0, 5, 2), (1, 5, 0, 2), (1, 0, 0, 2), (1, 5, 5, 0)],
-                         ids=["B0", "Tq0", "Tk0", "Tq0_Tk0", "H0"])
+@pytest.mark.parametrize(
+    "B, Tq, Tk, H",
+    [(0, 5, 5, 2), (1, 0, 5, 2), (1, 5, 0, 2), (1, 0, 0, 2), (1, 5, 5, 0)],
+    ids=["B0", "Tq0", "Tk0", "Tq0_Tk0", "H0"],
+)
 def test_nothing_in_nothing_out(B, Tq, Tk, H, device, poison):
     q, k = torch.randn(B, Tq, H, 16, device=device), torch.randn(B, Tk, 2, 16, device=device)
     o, lse = flash_attention(q, k, k, causal_mask())

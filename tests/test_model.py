@@ -11,11 +11,13 @@ from flash_attn2 import backends
 from model import GPT, parameter_groups, rope
 
 SMALL = Model(n_layer=2, n_head=4, d_model=32, attention="sdpa")
-MODERN = dataclasses.replace(SMALL, n_kv_head=2, norm="rmsnorm", position="rope", qk_norm=True, mlp="swiglu", bias=False)
+MODERN = dataclasses.replace(SMALL, n_kv_head=2, norm="rmsnorm", position="rope", qk_norm=True, mlp="swiglu",
+                             bias=False)
 
 
 def build(c: Model, vocab: int = 50, T: int = 32, backend: str = "sdpa") -> GPT:
-    return GPT(c, vocab, T, backends.build(backend, torch.device("cpu"), torch.float32, c.d_model // c.n_head, dense=False))
+    attention = backends.build(backend, torch.device("cpu"), torch.float32, c.d_model // c.n_head, dense=False)
+    return GPT(c, vocab, T, attention)
 
 
 def count(name: str, vocab: int) -> int:

@@ -9,7 +9,9 @@ from flash_attn2 import reference
 
 
 def qkv(Tq: int, Tk: int, H: int = 2, H_kv: int = 2, D: int = 8):
-    return (torch.randn(2, T, heads, D, dtype=torch.float64) for T, heads in ((Tq, H), (Tk, H_kv), (Tk, H_kv)))
+    return (
+        torch.randn(2, T, heads, D, dtype=torch.float64) for T, heads in ((Tq, H), (Tk, H_kv), (Tk, H_kv))
+    )
 
 
 def sdpa(q, k, v, **kwargs):
@@ -25,7 +27,9 @@ def test_three_tokens_by_hand():
     o, lse = reference.attention(q, k, v, reference.seen(3, 3), softmax_scale=1.0)
     # row 0 sees 6; row 1 weighs 1/3, 2/3; row 2 weighs 1/6, 2/6, 3/6
     torch.testing.assert_close(o.flatten(), torch.tensor([6.0, 10.0, 17.0], dtype=torch.float64))
-    torch.testing.assert_close(lse.flatten(), torch.tensor([0.0, math.log(3), math.log(6)], dtype=torch.float64))
+    torch.testing.assert_close(
+        lse.flatten(), torch.tensor([0.0, math.log(3), math.log(6)], dtype=torch.float64)
+    )
 
 
 @pytest.mark.parametrize("kwargs, expected", [
@@ -50,12 +54,16 @@ def test_seen_by_hand_documents():
 
 def test_causal_is_sdpa():
     q, k, v = qkv(7, 7)
-    torch.testing.assert_close(reference.attention(q, k, v, reference.seen(7, 7))[0], sdpa(q, k, v, is_causal=True))
+    torch.testing.assert_close(
+        reference.attention(q, k, v, reference.seen(7, 7))[0], sdpa(q, k, v, is_causal=True)
+    )
 
 
 def test_full_is_sdpa():
     q, k, v = qkv(5, 7)
-    torch.testing.assert_close(reference.attention(q, k, v, reference.seen(5, 7, causal=False))[0], sdpa(q, k, v))
+    torch.testing.assert_close(
+        reference.attention(q, k, v, reference.seen(5, 7, causal=False))[0], sdpa(q, k, v)
+    )
 
 
 def test_softmax_scale_is_sdpas():
@@ -67,7 +75,9 @@ def test_softmax_scale_is_sdpas():
 @pytest.mark.parametrize("H, H_kv", [(8, 2), (6, 3), (4, 1)])
 def test_grouped_heads_are_sdpas(H, H_kv):
     q, k, v = qkv(7, 7, H, H_kv)
-    torch.testing.assert_close(reference.attention(q, k, v, reference.seen(7, 7))[0], sdpa(q, k, v, is_causal=True))
+    torch.testing.assert_close(
+        reference.attention(q, k, v, reference.seen(7, 7))[0], sdpa(q, k, v, is_causal=True)
+    )
 
 
 def test_gradients_are_sdpas():
