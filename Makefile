@@ -15,7 +15,7 @@ test: setup lint ## every test that needs no GPU
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-gpu: setup  ## the kernel tests on the GPU at hand
-	$(BIN)/python -m pytest -m gpu
+	$(BIN)/python -m pytest -m "gpu and not slow"
 
 test-compat:     ## the kernels under the oldest triton we support, in an environment of its own
 	$(MAKE) setup VENV=.venv-compat

@@ -22,8 +22,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask,
     tests) of any strides. softmax_scale > 0, 1 / sqrt(D) by default. Returns o (B, Tq, H, D) in q's dtype and lse
     (B, H, Tq) in float32, natural log, differentiable too. A query that sees no key gets o = 0, lse = -inf and no
     gradient. Raises ValueError or TypeError before any launch."""
+    check(q, k, v, mask, softmax_scale)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
-    check(q, k, v, mask, scale)
     return FlashAttention2.apply(q, k, v, *mask[2:], mask.left, mask.right, scale)
 
 
@@ -72,7 +72,7 @@ def _(do, dlse, q, k, v, o, lse, lo, hi, q_lo, q_hi, left, right, softmax_scale)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def check(q: Tensor, k: Tensor, v: Tensor, mask: Mask, softmax_scale: float) -> None:
+def check(q: Tensor, k: Tensor, v: Tensor, mask: Mask, softmax_scale: float | None) -> None:
     """Raises ValueError or TypeError with the name, the value and the rule."""
     for name, x in dict(q=q, k=k, v=v).items():
         if x.dim() != 4:
@@ -90,7 +90,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, mask: Mask, softmax_scale: float) -> 
         raise ValueError(f"q's {H} heads must be a multiple of k's {H_kv}")
     if not 0 < D <= MAX_HEAD_DIM:
         raise ValueError(f"head width {D} must lie between 1 and {MAX_HEAD_DIM}")
-    if not (softmax_scale > 0 and math.isfinite(softmax_scale)):
+    if softmax_scale is not None and not (softmax_scale > 0 and math.isfinite(softmax_scale)):
         raise ValueError(f"{softmax_scale=} must be positive and finite")
     _check_mask(mask, B, Tq, Tk, q.device)
     if q.device.type == "cpu":

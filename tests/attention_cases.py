@@ -1,8 +1,7 @@
-"""What the attention tests share: cases, two torch references (float64, and the tested dtype), FA's tolerance.
+"""What the attention tests share: cases, two torch references (float64 and the tested dtype), FA's rule.
 
-Tolerance is earned, not chosen: an error against float64 is at most twice (gradients: three times) that of the
-same maths done by torch in the tested dtype, plus 1e-5. That holds for the largest error and for the root mean
-square.
+Tolerance is earned, not chosen: an error against float64 is at most twice (gradients: three times) that of
+the same maths done by torch in the tested dtype, plus 1e-5, in the largest error and in the root mean square.
 """
 from typing import NamedTuple
 
@@ -195,7 +194,7 @@ def make_mask(case: Case, device: torch.device) -> tuple[Mask, Tensor]:
 
 
 def segment_mask(segments: tuple[tuple[int, int], ...], B: int, device: torch.device) -> tuple[Mask, Tensor]:
-    """Packed documents whose queries and keys differ in number; in each the last query stands at the last key."""
+    """Packed documents of unequal queries and keys; in each the last query stands at the last key."""
     first_key = running([n_k for _, n_k in segments])
     lo = [start for (n_q, _), start in zip(segments, first_key, strict=True) for _ in range(n_q)]
     hi = [
@@ -275,6 +274,6 @@ def assert_as_good_as_torch(
 
 
 def errors(x: Tensor, exact: Tensor) -> tuple[float, float]:
-    """Largest and root-mean-square error. An infinity must stand where the exact one does; NaN fits nothing."""
+    """Largest and root-mean-square error. An infinity must stand where it should; NaN fits nothing."""
     difference = torch.where(x == exact, 0.0, x.double() - exact).abs()
     return difference.max().item(), difference.square().mean().sqrt().item()

@@ -25,12 +25,11 @@ def seed():
 @pytest.fixture
 def poison(monkeypatch):
     """What a kernel allocates and does not write shouts."""
-    real = torch.empty
-
-    def poisoned(*args, **kwargs):
-        x = real(*args, **kwargs)
-        return x.fill_(float("nan")) if x.is_floating_point() else x
-    monkeypatch.setattr(torch, "empty", poisoned)
+    for name in ("empty", "empty_like"):
+        def poisoned(*args, real=getattr(torch, name), **kwargs):
+            x = real(*args, **kwargs)
+            return x.fill_(float("nan")) if x.is_floating_point() else x
+        monkeypatch.setattr(torch, name, poisoned)
 
 
 @pytest.fixture
