@@ -18,7 +18,8 @@ def load(run: Path, device: torch.device) -> tuple[GPT, int]:
     state = checkpoint.load(run, device)
     gpu = device.type == "cuda"
     attention = backends.build(c.model.attention if gpu else "sdpa", device, torch.bfloat16 if gpu else torch.float32,
-                               c.model.d_model // c.model.n_head, dense="S" not in c.model.window_pattern)
+                               c.model.d_model // c.model.n_head, dense="S" not in c.model.window_pattern,
+                               grouped=c.model.n_kv_head not in (0, c.model.n_head))
     model = GPT(c.model, tokenizer.get(c.data.tokenizer).vocab_size, c.data.seq_len, attention).to(device)
     checkpoint.load_model(model, state["model"])
     return model.eval(), c.data.seq_len

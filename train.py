@@ -194,7 +194,8 @@ def set_up(path: Path, argv: list[str]) -> Job:
 def make_attention(c: Config, ranks: parallel.Ranks, dtype: torch.dtype) -> backends.Attention:
     dense = not c.data.document_mask and "S" not in c.model.window_pattern
     name = backends.resolve(c.model.attention, ranks.device)
-    attention = backends.build(name, ranks.device, dtype, c.model.d_model // c.model.n_head, dense=dense)
+    attention = backends.build(name, ranks.device, dtype, c.model.d_model // c.model.n_head, dense=dense,
+                               grouped=c.model.n_kv_head not in (0, c.model.n_head))
     if ranks.first:
         print(f"attention: {name}" + (" (auto)" if c.model.attention == "auto" else ""), flush=True)
     return attention

@@ -86,10 +86,12 @@ def resolve(name: str, device: torch.device) -> str:
     return name
 
 
-def build(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, *, dense: bool) -> Attention:
+def build(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, *, dense: bool,
+          grouped: bool = False) -> Attention:
     """The attention called `name`, or a ValueError that says what it cannot do.
 
-    dtype is q's; dense tells whether every mask is plain causal (False: a window or documents occur)."""
+    dtype is q's; dense tells whether every mask is plain causal (False: a window or documents occur), grouped whether
+    k and v have fewer heads than q."""
     name = resolve(name, device)
     if name == "flash_attn2":
         _check_flash_attn2(device, dtype, head_dim)
@@ -98,6 +100,8 @@ def build(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, *,
         return Reference()
     if name in ("sdpa:cudnn", "sdpa:efficient") and device.type != "cuda":
         raise ValueError(f"{name} runs on a GPU only; use sdpa on a {device.type}")
+    if name == "sdpa:efficient" and grouped:
+        raise ValueError("sdpa:efficient takes no grouped heads: set model.n_kv_head=0")
     if name == "sdpa:flash" and not dense:
         raise ValueError("sdpa:flash takes no mask but causal: no windows, and data.document_mask=False")
     if name in ("sdpa:flash", "sdpa:cudnn") and device.type == "cuda" and dtype == torch.float32:

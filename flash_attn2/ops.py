@@ -91,7 +91,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, mask: Mask, softmax_scale: float | No
     if not 0 < D <= MAX_HEAD_DIM:
         raise ValueError(f"head width {D} must lie between 1 and {MAX_HEAD_DIM}")
     if softmax_scale is not None and not (softmax_scale > 0 and math.isfinite(softmax_scale)):
-        raise ValueError(f"{softmax_scale=} must be positive and finite")
+        raise ValueError(f"softmax_scale={float(softmax_scale)} must be positive and finite")
     _check_mask(mask, B, Tq, Tk, q.device)
     if q.device.type == "cpu":
         _check_interpreter(q)

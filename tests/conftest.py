@@ -22,14 +22,18 @@ def seed():
     torch.manual_seed(0)
 
 
+def poisoned(allocate):
+    def allocate_and_fill(*args, **kwargs):
+        x = allocate(*args, **kwargs)
+        return x.fill_(float("nan")) if x.is_floating_point() else x
+    return allocate_and_fill
+
+
 @pytest.fixture
 def poison(monkeypatch):
     """What a kernel allocates and does not write shouts."""
     for name in ("empty", "empty_like"):
-        def poisoned(*args, real=getattr(torch, name), **kwargs):
-            x = real(*args, **kwargs)
-            return x.fill_(float("nan")) if x.is_floating_point() else x
-        monkeypatch.setattr(torch, name, poisoned)
+        monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
 
 
 @pytest.fixture

@@ -61,7 +61,8 @@ def test_backend_equals_reference_on_a_gpu(name, window, documents):
     dense = not window and not documents
     if name == "sdpa:flash" and not dense:
         pytest.skip("takes no mask but causal")
-    q, k, v = (torch.randn(2, 1000, h, 64, device=device, dtype=torch.bfloat16) for h in (4, 2, 2))
+    H_kv = 4 if name == "sdpa:efficient" else 2
+    q, k, v = (torch.randn(2, 1000, h, 64, device=device, dtype=torch.bfloat16) for h in (4, H_kv, H_kv))
     doc_start = torch.zeros(2, 1000, dtype=torch.int32, device=device)
     doc_start[0, 400:] = 400
     doc_start = doc_start if documents else None
