@@ -77,8 +77,8 @@ class Block(nn.Module):
         self.n_head, self.n_kv_head, self.head_dim = c.n_head, c.n_kv_head or c.n_head, c.d_model // c.n_head
         self.attention_norm = norm(c)
         self.qkv = nn.Linear(c.d_model, (self.n_head + 2 * self.n_kv_head) * self.head_dim, bias=c.bias)
-        self.q_norm = nn.RMSNorm(self.head_dim, EPS) if c.qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(self.head_dim, EPS) if c.qk_norm else nn.Identity()
+        self.q_norm = nn.RMSNorm(self.head_dim, EPS) if c.qk_norm else None
+        self.k_norm = nn.RMSNorm(self.head_dim, EPS) if c.qk_norm else None
         self.attention_out = nn.Linear(c.d_model, c.d_model, bias=c.bias)
         self.mlp_norm = norm(c)
         self.gated = c.mlp == "swiglu"
@@ -90,7 +90,8 @@ class Block(nn.Module):
         B, T, _ = x.shape
         heads = self.qkv(self.attention_norm(x)).view(B, T, self.n_head + 2 * self.n_kv_head, self.head_dim)
         q, k, v = heads.split([self.n_head, self.n_kv_head, self.n_kv_head], dim=2)        # (B, T, H or H_kv, D)
-        q, k = self.q_norm(q), self.k_norm(k)
+        if self.q_norm is not None:
+            q, k = self.q_norm(q.float()), self.k_norm(k.float())
         if rotation is not None:
             q, k = rotate(q, *rotation), rotate(k, *rotation)
         o = self.attention(q.to(v.dtype), k.to(v.dtype), v, mask)

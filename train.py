@@ -7,6 +7,7 @@ import json
 import math
 import os
 import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,6 +36,7 @@ class Job:
     dtype: torch.dtype
     model: GPT
     run: nn.Module
+    compiled: bool
     optimizer: torch.optim.Optimizer
     train: Loader
     val: Loader
@@ -58,6 +60,8 @@ class Job:
 def train(job: Job) -> None:
     """Steps until train.max_steps, with a row, an evaluation and a checkpoint every so often."""
     t, every = job.config.train, job.config.log.every
+    if job.compiled and job.step < t.max_steps:
+        warm_up(job)
     while job.step < t.max_steps:
         job.clock.start()
         norm, lr = train_step(job)
@@ -69,6 +73,18 @@ def train(job: Job) -> None:
             log(job, {"val/loss": evaluate(job, t.final_eval_tokens if last else t.eval_tokens)})
         if due(job.step, t.checkpoint_every) or last:
             save(job)
+
+
+def warm_up(job: Job) -> None:
+    """Compiles both graphs that the loop will meet, rows of one document and packed ones, before the clock runs."""
+    began = time.perf_counter()
+    batch = job.train.batch(0, 0, job.ranks.rank, job.ranks.world)
+    alone, packed = batch._replace(doc_start=None), batch._replace(doc_start=torch.zeros_like(batch.tokens).int())
+    for variant in [alone, packed] if job.config.data.document_mask else [alone]:
+        forward(job, job.run, variant).backward()
+    job.optimizer.zero_grad(set_to_none=True)
+    if job.ranks.first:
+        print(f"compiled in {time.perf_counter() - began:.0f} s", flush=True)
 
 
 def train_step(job: Job) -> tuple[Tensor, float]:
@@ -182,7 +198,8 @@ def set_up(path: Path, argv: list[str]) -> Job:
     optimizer = torch.optim.AdamW(parameter_groups(model, c.optim.weight_decay), lr=c.optim.lr,
                                   betas=(c.optim.beta1, c.optim.beta2), eps=c.optim.eps, fused=True)
     peak = flops.peak_tflops(device_name(ranks), dtype, c.metrics.peak_tflops)
-    job = Job(c, folder, ranks, dtype, model, computing(model, c, ranks), optimizer, **loaders,
+    compiled = c.train.compile == "on" or (c.train.compile == "auto" and ranks.device.type == "cuda")
+    job = Job(c, folder, ranks, dtype, model, computing(model, compiled, ranks), compiled, optimizer, **loaders,
               clock=make_clock(model, c, ranks, peak[0]))
     if state:
         restore(job, state)
@@ -217,11 +234,9 @@ def make_loaders(c: Config, ranks: parallel.Ranks) -> dict[str, Loader]:
                           document_mask=d.document_mask) for split in ("train", "val")}
 
 
-def computing(model: GPT, c: Config, ranks: parallel.Ranks) -> nn.Module:
+def computing(model: GPT, compiled: bool, ranks: parallel.Ranks) -> nn.Module:
     """The model as it runs: compiled, and wrapped for several ranks."""
-    run = model
-    if c.train.compile == "on" or (c.train.compile == "auto" and ranks.device.type == "cuda"):
-        run = torch.compile(run, dynamic=False)
+    run = torch.compile(model, dynamic=False) if compiled else model
     if ranks.world > 1:
         run = DistributedDataParallel(run, device_ids=[ranks.device.index] if ranks.device.type == "cuda" else None)
     return run

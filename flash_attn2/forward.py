@@ -77,10 +77,9 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, lo_ptr, hi_ptr,
                           full_begin, full_end, 0, 0, scale_log2, D, D_PAD, BLOCK_N, MASKED=False)
     acc, m, l = walk_keys(acc, m, l, q, k_base, v_base, stride_kt, stride_vt, Tk, lo, hi,
                           begin, end - gap, full_begin, gap, scale_log2, D, D_PAD, BLOCK_N, MASKED=True)
-    no_keys = l == 0.0
-    acc = acc / tl.where(no_keys, 1.0, l)[:, None]
-    lse = tl.where(no_keys, float("-inf"), (m + tl.log2(l)) * LN2)
-    store_rows(o_ptr + b * stride_ob + h * stride_oh, acc, m0, Tq, stride_ot, D, D_PAD, BLOCK_M)
+    l = tl.where(l == 0.0, 1.0, l)                     # a row without keys: o = 0, and m = -inf makes its lse -inf
+    lse = (m + tl.log2(l)) * LN2
+    store_rows(o_ptr + b * stride_ob + h * stride_oh, acc / l[:, None], m0, Tq, stride_ot, D, D_PAD, BLOCK_M)
     tl.store(lse_ptr + (b * H + h) * Tq + i, lse, mask=i < Tq)
 
 

@@ -21,7 +21,7 @@ class Tile(NamedTuple):
 TILES = {
     ("sm_90", 64): dict(forward=Tile(128, 64, 8, 3), dkdv=Tile(64, 64, 4, 3), dq=Tile(64, 64, 4, 3)),
     ("sm_90", 128): dict(forward=Tile(128, 128, 8, 3), dkdv=Tile(32, 64, 4, 3), dq=Tile(128, 64, 8, 3)),
-    ("sm_90", 256): dict(forward=Tile(128, 64, 8, 2), dkdv=Tile(32, 64, 8, 2), dq=Tile(64, 32, 8, 2)),
+    ("sm_90", 256): dict(forward=Tile(128, 64, 8, 2), dkdv=Tile(32, 64, 8, 2), dq=Tile(128, 32, 8, 2)),
     ("sm_80", 64): dict(forward=Tile(128, 64, 4, 3), dkdv=Tile(32, 64, 4, 3), dq=Tile(64, 64, 4, 2)),
     ("sm_80", 128): dict(forward=Tile(128, 64, 8, 2), dkdv=Tile(32, 64, 8, 2), dq=Tile(64, 32, 4, 2)),
     ("sm_80", 256): dict(forward=Tile(64, 32, 8, 1), dkdv=Tile(32, 32, 8, 1), dq=Tile(32, 32, 8, 1)),
