@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 .PHONY: train test test-gpu test-compat lint setup clean
 
 train: setup     ## prepare the books, train the quickstart (or go on with it), print a sample
-	$(BIN)/python train.py $(if $(wildcard $(RUN)/checkpoints/step_*),$(RUN),configs/quickstart.py --run.dir $(RUN))
+	$(BIN)/python train.py $(if $(wildcard $(RUN)/config.json),$(RUN),configs/quickstart.py --run.dir $(RUN))
 	$(BIN)/python sample.py $(RUN) --prompt "$(PROMPT)"
 
 test: setup lint ## every test that needs no GPU

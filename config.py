@@ -200,10 +200,8 @@ def _from_python(path: Path) -> Config:
         raise ValueError(f"no config file {str(path)!r}{hint}")
     try:
         names = runpy.run_path(str(path))
-    except TypeError as error:       # a dataclass constructor's unexpected keyword, named by Python
-        raise ValueError(f"{path}: {error}{_nearest_to_quoted(str(error))}") from error
-    except SyntaxError as error:
-        raise ValueError(f"{path}: line {error.lineno}: {error.msg}") from error
+    except Exception as error:
+        raise ValueError(f"{path}: {type(error).__name__}: {error}{_nearest_keyword(str(error))}") from error
     if not isinstance(names.get("config"), Config):
         raise ValueError(f"{path} must define `config`, a config.Config; found {type(names.get('config')).__name__}")
     return names["config"]
@@ -281,10 +279,12 @@ def _nearest(name: str, names: list[str]) -> str:
     return (difflib.get_close_matches(name, names, n=1, cutoff=0.0) or names)[0]
 
 
-def _nearest_to_quoted(message: str) -> str:
-    name = message.split("'")[1] if message.count("'") >= 2 else ""
+def _nearest_keyword(message: str) -> str:
+    """For a constructor's complaint "... got an unexpected keyword argument 'NAME'": the field that was meant."""
+    if "unexpected keyword argument" not in message:
+        return ""
     every = [f.name for s in dataclasses.fields(Config) for f in dataclasses.fields(s.type)]
-    return f"; nearest: {_nearest(name, every)}" if name else ""
+    return f"; nearest: {_nearest(message.split(chr(39))[1], every)}"
 
 
 def _spell(hint) -> str:

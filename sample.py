@@ -1,4 +1,7 @@
-"""Text from a run's newest checkpoint: python sample.py runs/quickstart --prompt "It is a truth"."""
+"""Text from a run's newest checkpoint: python sample.py runs/quickstart --prompt "It is a truth".
+
+On a GPU through the attention that the run was trained with; on a CPU through sdpa, whatever that was.
+"""
 import argparse
 import sys
 from pathlib import Path
@@ -18,7 +21,7 @@ def load(run: Path, device: torch.device) -> tuple[GPT, int]:
     state = checkpoint.load(run, device)
     gpu = device.type == "cuda"
     attention = backends.build(c.model.attention if gpu else "sdpa", device, torch.bfloat16 if gpu else torch.float32,
-                               c.model.d_model // c.model.n_head, dense="S" not in c.model.window_pattern,
+                               c.model.d_model // c.model.n_head, plain="S" not in c.model.window_pattern,
                                grouped=c.model.n_kv_head not in (0, c.model.n_head))
     model = GPT(c.model, tokenizer.get(c.data.tokenizer).vocab_size, c.data.seq_len, attention).to(device)
     checkpoint.load_model(model, state["model"])
@@ -51,8 +54,9 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args(argv)
     with configs.one_line_errors():
-        if args.temperature <= 0 or not args.prompt:
-            raise ValueError(f"--temperature={args.temperature} must be positive, --prompt={args.prompt!r} not empty")
+        if not 0.01 <= args.temperature <= 100 or not args.prompt:
+            raise ValueError(f"--temperature={args.temperature} must lie between 0.01 and 100, "
+                             f"--prompt={args.prompt!r} not be empty")
         if args.tokens < 0 or args.top_k < 0:
             raise ValueError(f"--tokens={args.tokens} and --top-k={args.top_k} must not be negative")
         model, seq_len = load(args.run, torch.device("cuda" if torch.cuda.is_available() else "cpu"))

@@ -29,22 +29,22 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 @dataclass
 class Job:
-    """All that the loop needs. `model` is the module itself, `run` what computes: compiled, in DDP, or the same."""
+    """All that the loop needs. `model` is the module itself, `compute` what runs: compiled, in DDP, or the same."""
     config: Config
     folder: Path
     ranks: parallel.Ranks
     dtype: torch.dtype
     model: GPT
-    run: nn.Module
+    compute: nn.Module
     compiled: bool
     optimizer: torch.optim.Optimizer
-    train: Loader
-    val: Loader
+    train_data: Loader
+    val_data: Loader
     clock: flops.Clock
     metrics: Metrics | None = None      # rank 0's
     step: int = 0                       # optimizer steps done
     tokens: int = 0
-    loss: list[Tensor] = field(default_factory=list)    # (2,) summed nats and targets of each step since the last row
+    since_row: list[Tensor] = field(default_factory=list)   # (2,) summed nats and targets of each step since a row
 
     @property
     def micro_steps(self) -> int:
@@ -76,12 +76,14 @@ def train(job: Job) -> None:
 
 
 def warm_up(job: Job) -> None:
-    """Compiles both graphs that the loop will meet, rows of one document and packed ones, before the clock runs."""
+    """Compiles what the loop will meet, before the clock runs: whole and packed rows, training and evaluation."""
     began = time.perf_counter()
-    batch = job.train.batch(0, 0, job.ranks.rank, job.ranks.world)
+    batch = job.train_data.batch(0, 0, job.ranks.rank, job.ranks.world)
     alone, packed = batch._replace(doc_start=None), batch._replace(doc_start=torch.zeros_like(batch.tokens).int())
     for variant in [alone, packed] if job.config.data.document_mask else [alone]:
-        forward(job, job.run, variant).backward()
+        forward(job, job.compute, variant).backward()
+        with torch.no_grad():
+            forward(job, without_ddp(job), variant)
     job.optimizer.zero_grad(set_to_none=True)
     if job.ranks.first:
         print(f"compiled in {time.perf_counter() - began:.0f} s", flush=True)
@@ -90,13 +92,13 @@ def warm_up(job: Job) -> None:
 def train_step(job: Job) -> tuple[Tensor, float]:
     """One optimizer step over all micro-batches and ranks, each target weighing the same. -> gradient norm, lr."""
     c, ranks = job.config, job.ranks
-    batches = [job.train.batch(job.step, micro, ranks.rank, ranks.world) for micro in range(job.micro_steps)]
+    batches = [job.train_data.batch(job.step, micro, ranks.rank, ranks.world) for micro in range(job.micro_steps)]
     targets = ranks.sum(torch.tensor(sum(int((b.targets >= 0).sum()) for b in batches), device=ranks.device))
     total = torch.zeros((), device=ranks.device)
     for micro, batch in enumerate(batches):
         with no_sync(job, micro < len(batches) - 1):
-            loss = forward(job, job.run, batch)                         # summed nats
-            (loss * (ranks.world / targets)).backward()                 # DDP averages over ranks: undo it
+            loss = forward(job, job.compute, batch)
+            (loss * (ranks.world / targets.clamp(min=1))).backward()    # DDP averages over ranks: undo it
         total += loss.detach()
     norm = nn.utils.clip_grad_norm_(job.model.parameters(), c.optim.grad_clip or math.inf)
     lr = learning_rate(job.step, c)
@@ -104,27 +106,26 @@ def train_step(job: Job) -> tuple[Tensor, float]:
         group["lr"] = lr
     job.optimizer.step()
     job.optimizer.zero_grad(set_to_none=True)
-    job.loss.append(torch.stack([ranks.sum(total), targets.float()]))
+    job.since_row.append(torch.stack([ranks.sum(total), targets.float()]))
     job.clock.stop(job.tokens_per_step, step_flops(job, batches))
     return norm, lr
 
 
-def forward(job: Job, run: nn.Module, batch: Batch) -> Tensor:
+def forward(job: Job, compute: nn.Module, batch: Batch) -> Tensor:
+    """Summed nats of a batch."""
     device = job.ranks.device
-    tokens, targets = batch.tokens.to(device, non_blocking=True), batch.targets.to(device, non_blocking=True)
-    doc_start = None if batch.doc_start is None else batch.doc_start.to(device, non_blocking=True)
+    tokens, targets, doc_start = (None if x is None else x.to(device) for x in batch)
     with torch.autocast(device.type, job.dtype, enabled=job.dtype != torch.float32):
-        return run(tokens, targets, doc_start)
+        return compute(tokens, targets, doc_start)
 
 
 @torch.no_grad()
 def evaluate(job: Job, max_tokens: int) -> float:
     """Nats a token over held-out targets, each weighing the same; 0: all of them. The ranks share the rows."""
     job.clock.settle()
-    run = job.run.module if isinstance(job.run, DistributedDataParallel) else job.run   # ranks may differ in batches
     total = torch.zeros(2, dtype=torch.float64, device=job.ranks.device)
-    for batch in job.val.sequential(max_tokens or None, job.ranks.rank, job.ranks.world):
-        total[0] += forward(job, run, batch)
+    for batch in job.val_data.sequential(max_tokens or None, job.ranks.rank, job.ranks.world):
+        total[0] += forward(job, without_ddp(job), batch)
         total[1] += int((batch.targets >= 0).sum())
     nats, targets = job.ranks.sum(total).tolist()
     return nats / targets
@@ -135,16 +136,17 @@ def save(job: Job) -> None:
     if job.ranks.first:
         checkpoint.save(job.folder, job.step, dict(
             model=job.model.state_dict(), optimizer=job.optimizer.state_dict(), step=job.step, tokens=job.tokens,
-            random=checkpoint.random_state(job.ranks.device), wandb_id=job.metrics.wandb_id))
+            since_row=[x.tolist() for x in job.since_row], random=checkpoint.random_state(job.ranks.device),
+            wandb_id=job.metrics.wandb_id))
     job.ranks.barrier()
 
 
 def log_train(job: Job, norm: Tensor, lr: float) -> None:
     """A row over the steps since the last one; reading the loss waits for the device, so the rates are whole."""
     rates = job.clock.rates()
-    nats, targets = torch.stack(job.loss).double().sum(0).tolist()
-    job.loss.clear()
-    row = {"train/loss": nats / targets, "train/grad_norm": norm.item(), "train/lr": lr, **rates}
+    nats, targets = torch.stack(job.since_row).double().sum(0).tolist()
+    job.since_row.clear()
+    row = {"train/loss": nats / max(targets, 1), "train/grad_norm": norm.item(), "train/lr": lr, **rates}
     if job.ranks.device.type == "cuda":
         row["memory/peak_gib"] = torch.cuda.max_memory_allocated(job.ranks.device) / 2**30
     log(job, row)
@@ -173,28 +175,33 @@ def step_flops(job: Job, batches: list[Batch]) -> int:
     return job.ranks.world * flops.train_flops(model, tokens, [pairs[w] for w in model.windows])
 
 
+def without_ddp(job: Job) -> nn.Module:
+    """What computes, where ranks may differ in what they do: DDP would wait for them."""
+    return job.compute.module if isinstance(job.compute, DistributedDataParallel) else job.compute
+
+
 def due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
 def no_sync(job: Job, accumulating: bool):
     """DDP reduces gradients once a step, in the last micro-batch's backward."""
-    ddp = accumulating and isinstance(job.run, DistributedDataParallel)
-    return job.run.no_sync() if ddp else contextlib.nullcontext()
+    ddp = accumulating and isinstance(job.compute, DistributedDataParallel)
+    return job.compute.no_sync() if ddp else contextlib.nullcontext()
 
 
 def set_up(path: Path, argv: list[str]) -> Job:
     """All that can be wrong is found here; the run folder is written last. ValueError: what the user can mend."""
     c = configs.load(path, argv)
     ranks = parallel.start(c.run.device)
-    state = checkpoint.load(path) if path.is_dir() else None
+    state = checkpoint.load(path) if path.is_dir() and checkpoint.steps(path) else None
     folder = run_folder(c, path)
     dtype = DTYPES["bfloat16" if ranks.device.type == "cuda" else "float32"] if c.train.dtype == "auto" \
         else DTYPES[c.train.dtype]
     seed_everything(c)
     attention = make_attention(c, ranks, dtype)
     loaders = make_loaders(c, ranks)
-    model = GPT(c.model, loaders["train"].vocab_size, c.data.seq_len, attention).to(ranks.device)
+    model = GPT(c.model, loaders["train_data"].vocab_size, c.data.seq_len, attention).to(ranks.device)
     optimizer = torch.optim.AdamW(parameter_groups(model, c.optim.weight_decay), lr=c.optim.lr,
                                   betas=(c.optim.beta1, c.optim.beta2), eps=c.optim.eps, fused=True)
     peak = flops.peak_tflops(device_name(ranks), dtype, c.metrics.peak_tflops)
@@ -209,9 +216,9 @@ def set_up(path: Path, argv: list[str]) -> Job:
 
 
 def make_attention(c: Config, ranks: parallel.Ranks, dtype: torch.dtype) -> backends.Attention:
-    dense = not c.data.document_mask and "S" not in c.model.window_pattern
+    plain = not c.data.document_mask and "S" not in c.model.window_pattern
     name = backends.resolve(c.model.attention, ranks.device)
-    attention = backends.build(name, ranks.device, dtype, c.model.d_model // c.model.n_head, dense=dense,
+    attention = backends.build(name, ranks.device, dtype, c.model.d_model // c.model.n_head, plain=plain,
                                grouped=c.model.n_kv_head not in (0, c.model.n_head))
     if ranks.first:
         print(f"attention: {name}" + (" (auto)" if c.model.attention == "auto" else ""), flush=True)
@@ -230,16 +237,16 @@ def make_loaders(c: Config, ranks: parallel.Ranks) -> dict[str, Loader]:
     if ranks.first:
         prepare.prepare(d.source, d.tokenizer, folder, text_column=d.text_column, val_fraction=d.val_fraction)
     ranks.barrier()
-    return {split: Loader(folder, split, seq_len=d.seq_len, batch=d.batch, tokens_per_step=tokens, seed=c.run.seed,
-                          document_mask=d.document_mask) for split in ("train", "val")}
+    return {f"{split}_data": Loader(folder, split, seq_len=d.seq_len, batch=d.batch, tokens_per_step=tokens,
+                                    seed=c.run.seed, document_mask=d.document_mask) for split in ("train", "val")}
 
 
 def computing(model: GPT, compiled: bool, ranks: parallel.Ranks) -> nn.Module:
     """The model as it runs: compiled, and wrapped for several ranks."""
-    run = torch.compile(model, dynamic=False) if compiled else model
+    compute = torch.compile(model, dynamic=False) if compiled else model
     if ranks.world > 1:
-        run = DistributedDataParallel(run, device_ids=[ranks.device.index] if ranks.device.type == "cuda" else None)
-    return run
+        compute = DistributedDataParallel(compute, [ranks.device.index] if ranks.device.type == "cuda" else None)
+    return compute
 
 
 def make_clock(model: GPT, c: Config, ranks: parallel.Ranks, peak: float | None) -> flops.Clock:
@@ -254,30 +261,40 @@ def make_clock(model: GPT, c: Config, ranks: parallel.Ranks, peak: float | None)
 def restore(job: Job, state: dict) -> None:
     """Weights, optimizer, position and random state of a checkpoint."""
     checkpoint.load_model(job.model, state["model"])
+    settings = [{k: v for k, v in group.items() if k != "params"} for group in job.optimizer.param_groups]
     job.optimizer.load_state_dict(state["optimizer"])
+    for group, ours in zip(job.optimizer.param_groups, settings, strict=True):
+        group.update(ours)                              # the config's, which the command line may have changed
     job.step, job.tokens = state["step"], state["tokens"]
+    job.since_row = [torch.tensor(x, device=job.ranks.device) for x in state["since_row"]]
     checkpoint.restore_random_state(state["random"], job.ranks.device)
 
 
 def write_record(job: Job, path: Path, peak: tuple[float | None, str], state: dict | None) -> None:
     """config.json, env.json and the metrics: from here on there is a run folder."""
-    c, name = job.config, device_name(job.ranks)
-    env = environment(name, str(job.dtype).removeprefix("torch."), peak)
-    job.folder.mkdir(parents=True, exist_ok=True)
-    (job.folder / "config.json").write_text(configs.to_json(c))
+    c, name, resumed = job.config, device_name(job.ranks), path.is_dir()
+    dtype = str(job.dtype).removeprefix("torch.")
+    env = environment(name, dtype, peak)
+    job.folder.mkdir(parents=True, exist_ok=resumed or bool(c.run.dir))
+    if resumed:                                         # the first part's environment stays, later ones stand below it
+        first = json.loads((job.folder / "env.json").read_text())
+        env = first | {"resumed": [*first.get("resumed", []), env]}
     (job.folder / "env.json").write_text(json.dumps(env, indent=2) + "\n")
+    (job.folder / "config.json").write_text(configs.to_json(c))
     n_params = sum(p.numel() for p in job.model.parameters())
-    print(f"{'resuming' if state else 'run'}: {job.folder}  {n_params:,} parameters, {job.train.n_tokens:,} tokens, "
-          f"{job.tokens_per_step:,} a step, on {name}", flush=True)
+    how = "compiled" if job.compiled else "eager"
+    print(f"{'resuming' if resumed else 'run'}: {job.folder} on {name}, {dtype}, {how}\n{n_params:,} parameters, {job.train_data.n_tokens:,} tokens, {job.tokens_per_step:,} a step", flush=True)
     if job.ranks.device.type == "cuda" and peak[0] is None:
         print(f"no MFU: {peak[1]}", flush=True)
     job.metrics = Metrics(job.folder, c, wandb_id=state["wandb_id"] if state else None,
-                          resume_step=job.step if state else None, extra_config={"env": env, "n_params": n_params})
+                          resume_step=job.step if resumed else None, extra_config={"env": env, "n_params": n_params})
 
 
 def run_folder(c: Config, path: Path) -> Path:
     """The folder that is resumed, the one asked for, or the first free runs/NAME. ValueError: it is taken."""
     if path.is_dir():
+        if c.run.dir != configs.from_json(path / "config.json").run.dir:
+            raise ValueError(f"run.dir={c.run.dir!r} cannot move a run that goes on: {path} stays where it is")
         return path
     if c.run.dir:
         folder = Path(c.run.dir)
@@ -308,13 +325,18 @@ def main(argv: list[str]) -> None:
         sys.exit(0 if argv else 2)
     with configs.one_line_errors():
         job = set_up(Path(argv[0]), argv[1:])
+    done = False
     try:
         if job.step >= job.config.train.max_steps:
-            print(f"{job.folder} has done its {job.step} steps; --train.max_steps adds some", flush=True)
+            print(f"{job.folder} has done its {job.step} steps; --train.max-steps N adds some", flush=True)
         train(job)
+        done = True
+    except KeyboardInterrupt:
+        print(f"interrupted at step {job.step}; go on from its last checkpoint: python train.py {job.folder}")
+        sys.exit(130)
     finally:
         if job.metrics:
-            job.metrics.close()
+            job.metrics.close(exit_code=0 if done else 1)
         parallel.stop()
 
 

@@ -6,6 +6,7 @@
 
 Nothing falls back silently: `build` raises ValueError for what a backend cannot do, before any model exists.
 """
+import os
 from typing import Protocol
 
 import torch
@@ -86,12 +87,12 @@ def resolve(name: str, device: torch.device) -> str:
     return name
 
 
-def build(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, *, dense: bool,
+def build(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, *, plain: bool,
           grouped: bool = False) -> Attention:
     """The attention called `name`, or a ValueError that says what it cannot do.
 
-    dtype is q's; dense tells whether every mask is plain causal (False: a window or documents occur), grouped whether
-    k and v have fewer heads than q."""
+    dtype is q's; plain tells whether every mask is causal and no more (False: a window or documents occur),
+    grouped whether k and v have fewer heads than q."""
     name = resolve(name, device)
     if name == "flash_attn2":
         _check_flash_attn2(device, dtype, head_dim)
@@ -102,11 +103,24 @@ def build(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, *,
         raise ValueError(f"{name} runs on a GPU only; use sdpa on a {device.type}")
     if name == "sdpa:efficient" and grouped:
         raise ValueError("sdpa:efficient takes no grouped heads: set model.n_kv_head=0")
-    if name == "sdpa:flash" and not dense:
+    if name == "sdpa:flash" and not plain:
         raise ValueError("sdpa:flash takes no mask but causal: no windows, and data.document_mask=False")
     if name in ("sdpa:flash", "sdpa:cudnn") and device.type == "cuda" and dtype == torch.float32:
         raise ValueError(f"{name} takes float16 and bfloat16, not {dtype}")
-    return Sdpa(SDPA_KERNELS.get(name))
+    attention = Sdpa(SDPA_KERNELS.get(name))
+    if name in SDPA_KERNELS:
+        _try(name, attention, device, dtype, head_dim, 2 if grouped else 1)
+    return attention
+
+
+def _try(name: str, attention: Attention, device: torch.device, dtype: torch.dtype, head_dim: int, group: int) -> None:
+    """One small call: torch's kernels know their own limits (widths, cards), and change them between versions."""
+    q, k, v = (torch.zeros(1, 16, heads, head_dim, device=device, dtype=dtype, requires_grad=True)
+               for heads in (group, 1, 1))
+    try:
+        attention(q, k, v, attention.mask(16, 0, None, device)).sum().backward()
+    except RuntimeError as error:
+        raise ValueError(f"{name} cannot do head width {head_dim} in {dtype} on {device}: {error}") from error
 
 
 def _check_flash_attn2(device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
@@ -115,7 +129,7 @@ def _check_flash_attn2(device: torch.device, dtype: torch.dtype, head_dim: int) 
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         raise ValueError(f"flash_attn2 needs compute capability 8.0, {torch.cuda.get_device_name(device)} has "
                          f"{'.'.join(map(str, torch.cuda.get_device_capability(device)))}; use sdpa")
-    if device.type == "cpu" and torch.cuda.is_available():
-        raise ValueError("flash_attn2 runs on a CPU only where there is no GPU, through Triton's interpreter; use sdpa")
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError("flash_attn2 runs on a CPU only in Triton's interpreter: set TRITON_INTERPRET=1, or use sdpa")
     if device.type == "cpu" and dtype == torch.bfloat16:
         raise ValueError("flash_attn2 on a CPU is Triton's interpreter, where bfloat16 is silently wrong: use float32")

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .forward import LOG2E, addressable, on_device
-from .masks import Mask, interval, tile_range
+from .masks import Mask, first_row, interval, tile_range
 from .tiles import load_rows, padded, store_rows, tile
 
 
@@ -42,10 +42,7 @@ def walk_queries(dk, dv, k, v, q_base, do_base, lse_ptr, delta_ptr, stride_qt, s
                  MASKED: tl.constexpr):
     """Query tiles begin .. end - 1; the edge walk (MASKED) jumps over `gap` full tiles at tile `gap_at`."""
     for step in range(begin, end):
-        if MASKED:
-            m0 = (step + tl.where(step >= gap_at, gap, 0)) * BLOCK_M
-        else:
-            m0 = step * BLOCK_M
+        m0 = first_row(step, gap_at, gap, BLOCK_M, MASKED)
         i = m0 + tl.arange(0, BLOCK_M)
         q = load_rows(q_base, m0, Tq, stride_qt, D, D_PAD, BLOCK_M, WHOLE=not MASKED)
         do = load_rows(do_base, m0, Tq, stride_dt, D, D_PAD, BLOCK_M, WHOLE=not MASKED)
@@ -62,7 +59,7 @@ def walk_queries(dk, dv, k, v, q_base, do_base, lse_ptr, delta_ptr, stride_qt, s
     return dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["left", "right"])
 def dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, q_lo_ptr, q_hi_ptr,
                 stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
                 stride_db, stride_dt, stride_dh, stride_gb, stride_gt, stride_gh,
@@ -105,10 +102,7 @@ def walk_keys_for_dq(dq, q, do, lse_log2, delta, k_base, v_base, stride_kt, stri
                      begin, end, gap_at, gap, scale_log2,
                      D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr):
     for step in range(begin, end):
-        if MASKED:
-            n0 = (step + tl.where(step >= gap_at, gap, 0)) * BLOCK_N
-        else:
-            n0 = step * BLOCK_N
+        n0 = first_row(step, gap_at, gap, BLOCK_N, MASKED)
         k = load_rows(k_base, n0, Tk, stride_kt, D, D_PAD, BLOCK_N, WHOLE=not MASKED)
         v = load_rows(v_base, n0, Tk, stride_vt, D, D_PAD, BLOCK_N, WHOLE=not MASKED)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")                          # (BLOCK_M, BLOCK_N)
@@ -122,7 +116,7 @@ def walk_keys_for_dq(dq, q, do, lse_log2, delta, k_base, v_base, stride_kt, stri
     return dq
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["left", "right"])
 def dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, lo_ptr, hi_ptr,
               stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
               stride_db, stride_dt, stride_dh, stride_gb, stride_gt, stride_gh,
@@ -162,12 +156,24 @@ def backward(do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o
     q, k, v, o, do = map(addressable, (q, k, v, o, do))
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     delta = torch.empty_like(lse)
+    B, Tq, H, D = q.shape
+    Tk, H_kv = k.shape[1:3]
+    inputs = (q, k, v, do, lse, delta)
+    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3])
+    masked = (mask.left, mask.right, softmax_scale, softmax_scale * LOG2E.value)
+    static = dict(D=D, D_PAD=padded(D), VECTORS=mask.lo is not None)
     with on_device(q):
         if q.numel():
             _delta(o, do, lse, dlse, delta)
-            _launch("dq", q, k, v, do, lse, delta, [dq], mask, softmax_scale)
+            t = tile("dq", D, q.dtype, q.device)
+            dq_kernel[(triton.cdiv(Tq, t.BLOCK_M) * B * H,)](
+                *inputs, dq, mask.lo, mask.hi, *strides, *dq.stride()[:3], Tq, Tk, H, H // H_kv, *masked,
+                **static, **t._asdict())
         if k.numel():
-            _launch("dkdv", q, k, v, do, lse, delta, [dk, dv], mask, softmax_scale)
+            t = tile("dkdv", D, q.dtype, q.device)
+            dkdv_kernel[(triton.cdiv(Tk, t.BLOCK_N) * B * H_kv,)](
+                *inputs, dk, dv, mask.q_lo, mask.q_hi, *strides, *dk.stride()[:3], Tq, Tk, H_kv, H // H_kv, *masked,
+                **static, **t._asdict())
     return dq, dk, dv
 
 
@@ -176,20 +182,3 @@ def _delta(o: Tensor, do: Tensor, lse: Tensor, dlse: Tensor | None, delta: Tenso
     dlse = lse if dlse is None else dlse.contiguous()
     delta_kernel[(triton.cdiv(Tq, 64) * B * H,)](o, do, lse, dlse, delta, *o.stride()[:3], *do.stride()[:3], Tq, H,
                                                  D=D, D_PAD=padded(D), BLOCK_M=64, HAS_DLSE=dlse is not lse)
-
-
-def _launch(kind: str, q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, grads: list[Tensor],
-            mask: Mask, softmax_scale: float) -> None:
-    """One of the two walks: dkdv has a program per key tile and key head, dq one per query tile and query head."""
-    B, Tq, H, D = q.shape
-    Tk, H_kv = k.shape[1:3]
-    t = tile(kind, D, q.dtype, q.device)
-    keys = kind == "dkdv"
-    kernel = dkdv_kernel if keys else dq_kernel
-    grid = (triton.cdiv(Tk, t.BLOCK_N) * B * H_kv,) if keys else (triton.cdiv(Tq, t.BLOCK_M) * B * H,)
-    bounds = (mask.q_lo, mask.q_hi) if keys else (mask.lo, mask.hi)
-    kernel[grid](q, k, v, do, lse, delta, *grads, *bounds, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-                 *do.stride()[:3], *grads[0].stride()[:3], Tq, Tk, H_kv if keys else H, H // H_kv,
-                 mask.left, mask.right, softmax_scale, softmax_scale * LOG2E.value, D=D, D_PAD=padded(D),
-                 BLOCK_M=t.BLOCK_M, BLOCK_N=t.BLOCK_N, VECTORS=mask.lo is not None,
-                 num_warps=t.num_warps, num_stages=t.num_stages)

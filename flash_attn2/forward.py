@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .masks import Mask, interval, tile_range
+from .masks import Mask, first_row, interval, tile_range
 from .tiles import load_rows, padded, store_rows, tile
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -25,14 +25,11 @@ def walk_keys(acc, m, l, q, k_base, v_base, stride_kt, stride_vt, Tk, lo, hi, be
               D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr):
     """Key tiles begin .. end - 1; the edge walk (MASKED) jumps over `gap` full tiles at tile `gap_at`."""
     for step in range(begin, end):
-        if MASKED:
-            n = (step + tl.where(step >= gap_at, gap, 0)) * BLOCK_N
-        else:
-            n = step * BLOCK_N
-        k = load_rows(k_base, n, Tk, stride_kt, D, D_PAD, BLOCK_N, WHOLE=not MASKED)
+        n0 = first_row(step, gap_at, gap, BLOCK_N, MASKED)
+        k = load_rows(k_base, n0, Tk, stride_kt, D, D_PAD, BLOCK_N, WHOLE=not MASKED)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")                          # (BLOCK_M, BLOCK_N)
         if MASKED:
-            j = n + tl.arange(0, BLOCK_N)
+            j = n0 + tl.arange(0, BLOCK_N)
             s = tl.where((j[None, :] >= lo[:, None]) & (j[None, :] <= hi[:, None]), s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)
         if MASKED:
@@ -42,13 +39,13 @@ def walk_keys(acc, m, l, q, k_base, v_base, stride_kt, stride_vt, Tk, lo, hi, be
         p = tl.exp2(s * scale_log2 - pivot[:, None])
         alpha = tl.exp2(m - pivot)
         l = l * alpha + tl.sum(p, 1)
-        v = load_rows(v_base, n, Tk, stride_vt, D, D_PAD, BLOCK_N, WHOLE=not MASKED)
+        v = load_rows(v_base, n0, Tk, stride_vt, D, D_PAD, BLOCK_N, WHOLE=not MASKED)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")  # (BLOCK_M, D_PAD)
         m = m_new
     return acc, m, l
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["left", "right"])
 def forward_kernel(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, lo_ptr, hi_ptr,
                    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh,
                    stride_vb, stride_vt, stride_vh, stride_ob, stride_ot, stride_oh,
@@ -97,8 +94,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, softmax_scale: float) -
         forward_kernel[(triton.cdiv(Tq, t.BLOCK_M) * B * H,)](
             q, k, v, o, lse, mask.lo, mask.hi, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *o.stride()[:3],
             Tq, Tk, H, H // H_kv, mask.left, mask.right, softmax_scale * LOG2E.value, D=D, D_PAD=padded(D),
-            BLOCK_M=t.BLOCK_M, BLOCK_N=t.BLOCK_N, VECTORS=mask.lo is not None,
-            num_warps=t.num_warps, num_stages=t.num_stages)
+            VECTORS=mask.lo is not None, **t._asdict())
     return o, lse
 
 

@@ -3,7 +3,7 @@
 Query i sees the keys lo[i] <= j <= hi[i], and both bounds never decrease along the row; a row without keys has
 hi = lo - 1. So key j is seen by an interval of queries too, q_lo[j] <= i <= q_hi[j], and the first and the last row
 of a tile bound all its work in O(1). Causal, window and whole rows are a closed form of two integers; documents are
-four vectors, built once a batch. Both are run-time values: no mask makes a kernel compile again.
+four vectors, built once a batch. Both are run-time values: a kernel is compiled once for each of the two forms.
 """
 from typing import NamedTuple
 
@@ -36,8 +36,11 @@ def full_mask() -> Mask:
 def causal_mask(window: int = 0, doc_start: Tensor | None = None) -> Mask:
     """A query sees itself and what came before it: the last `window` keys, itself included (0: all of them).
 
-    doc_start (B, T), integers: where in the row each token's document begins; keys before it are not seen."""
-    left = window - 1 if window else NO_BOUND
+    doc_start (B, T), integers: where in the row each token's document begins; keys before it are not seen.
+    ValueError: window < 0."""
+    if window < 0:
+        raise ValueError(f"{window=} must be a number of keys, or 0 for no window")
+    left = min(window - 1, NO_BOUND) if window else NO_BOUND
     if doc_start is None:
         return Mask(left, 0)
     i = torch.arange(doc_start.shape[1], device=doc_start.device, dtype=torch.int32).expand_as(doc_start)
@@ -80,3 +83,11 @@ def tile_range(lo_ptr, hi_ptr, x0, BLOCK_X: tl.constexpr, n_x, n_y, before, afte
     full_begin = tl.minimum(tl.cdiv(last_lo, BLOCK_Y), end)
     full_end = tl.maximum((first_hi + 1) // BLOCK_Y, full_begin)
     return begin, full_begin, full_end, end
+
+
+@triton.jit
+def first_row(step, gap_at, gap, BLOCK: tl.constexpr, MASKED: tl.constexpr):
+    """Row where this step's tile begins; a walk over edge tiles (MASKED) jumps over `gap` full ones at `gap_at`."""
+    if MASKED:
+        step += tl.where(step >= gap_at, gap, 0)
+    return step * BLOCK

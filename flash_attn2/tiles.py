@@ -1,7 +1,7 @@
 """Tile shapes by architecture, head width and pass, and how a tile of rows is loaded and stored.
 
-The table is measured or, where no card was at hand, only compiled: README.md says which. Nothing is tuned while
-training: ranks would choose differently, and bitwise reruns would end.
+The sm_90 rows are measured on an H200 (LOG.md); sm_80 is every other card's, chosen by spills, within 99 KiB.
+Nothing is tuned while training: ranks would choose differently, and bitwise reruns would end.
 """
 from typing import NamedTuple
 

@@ -4,6 +4,7 @@ It holds tensors and plain types only, so that it loads with weights_only=True.
 """
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import torch
@@ -15,13 +16,15 @@ KEEP = 2        # the newest, and one to fall back to
 def save(run: Path, step: int, state: dict) -> Path:
     """Writes run/checkpoints/step_00001000/state.pt and drops all but the newest KEEP."""
     folder = run / "checkpoints" / f"step_{step:08d}"
+    for rest in folder.parent.glob("*.partial"):        # of a save that was killed
+        shutil.rmtree(rest)
     partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     with open(partial / "state.pt", "wb") as file:
         torch.save(state, file)
         file.flush()
         os.fsync(file.fileno())
+    sync_folder(partial)
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
     sync_folder(folder.parent)
@@ -36,15 +39,13 @@ def steps(run: Path) -> list[Path]:
 
 
 def load(run: Path, device: torch.device | str = "cpu") -> dict:
-    """The state of the newest checkpoint. ValueError: there is none, or its file cannot be read."""
-    found = steps(run)
-    if not found:
-        raise ValueError(f"{run} has no checkpoint to go on from")
-    path = found[-1] / "state.pt"
-    try:
-        return torch.load(path, map_location=device, weights_only=True)
-    except Exception as error:      # torch raises a dozen kinds for a damaged file
-        raise ValueError(f"{path} cannot be read: {error}") from error
+    """The state of the newest checkpoint that can be read; damaged ones are named on stderr. ValueError: none is."""
+    for folder in reversed(steps(run)):
+        try:
+            return torch.load(folder / "state.pt", map_location=device, weights_only=True)
+        except Exception as error:      # torch raises a dozen kinds for a damaged file
+            print(f"damaged, going back to an earlier one: {folder / 'state.pt'}: {error}", file=sys.stderr)
+    raise ValueError(f"{run} has no checkpoint that can be read")
 
 
 def load_model(model: nn.Module, weights: dict) -> None:

@@ -61,7 +61,8 @@ def train_flops(model: torch.nn.Module, tokens: int, pairs_by_layer: list[int]) 
     """FLOPs of forward and backward over `tokens` tokens: the exact count behind perf/mfu.
 
     6 for each weight of each nn.Linear and token (2 forward, 2 each for the gradients of input and weight):
-    lm_head counts, also when its weight is the embedding's; looking embeddings up does not. 12 * head_dim
+    lm_head counts, its padded rows too, also when its weight is the embedding's; looking embeddings up does
+    not. 12 * head_dim
     for each head and attended pair (Q K^T and P V forward; dP, dV, dQ, dK backward). Norms, biases,
     activations and softmax are left out. model: needs n_head, head_dim and windows (one a layer).
     pairs_by_layer: attended_pairs() of each layer over the same tokens. ValueError: not one count a

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-SECTIONS = ("train", "val", "perf", "memory", "time")
+SECTIONS = ("train", "val", "perf", "memory")
 PACKAGES = ("torch", "triton", "numpy", "wandb")
 NON_FINITE = ("nan", "inf", "-inf")             # JSON has no such numbers: rows hold them as these strings
 DIFF_LIMIT = 100_000                                                    # characters of `git diff` in env.json
@@ -53,12 +53,12 @@ class Metrics:
         if self._run:
             self._try("W&B misses rows", lambda: self._run.log(row))
 
-    def close(self) -> None:
+    def close(self, exit_code: int = 0) -> None:
         """Close the file and end the W&B run, which waits for uploads for at most a minute."""
         self._file.close()
         if self._run:
             run, self._run = self._run, None
-            self._try("W&B did not finish", run.finish)
+            self._try("W&B did not finish", lambda: run.finish(exit_code=exit_code))
 
     def _start_wandb(self, extra_config: dict) -> None:
         asked = self.config.wandb.mode

@@ -29,7 +29,7 @@ class Ranks:
 
 
 def start(choice: str = "auto") -> Ranks:
-    """Joins torchrun's process group where there is one. choice: auto, cuda or cpu. ValueError: cuda without a GPU."""
+    """Joins torchrun's process group where there is one. choice: auto, cuda or cpu. ValueError: no GPU for it."""
     cuda = torch.cuda.is_available()
     if choice == "cuda" and not cuda:
         raise ValueError("run.device='cuda', but torch sees no CUDA device")
@@ -37,6 +37,8 @@ def start(choice: str = "auto") -> Ranks:
     world = int(os.environ.get("WORLD_SIZE", 1))
     local = int(os.environ.get("LOCAL_RANK", 0))
     device = torch.device(kind, local) if kind == "cuda" else torch.device("cpu")
+    if kind == "cuda" and local >= torch.cuda.device_count():
+        raise ValueError(f"rank {local} of this machine has no GPU of its own: there are {torch.cuda.device_count()}")
     if kind == "cuda":
         torch.cuda.set_device(device)
     if world > 1:

@@ -11,7 +11,7 @@ CPU = torch.device("cpu")
 def run(name: str, window: int, doc_start, H_kv: int = 2):
     torch.manual_seed(3)
     q, k, v = (torch.randn(2, 70, h, 16, requires_grad=True) for h in (4, H_kv, H_kv))
-    attention = backends.build(name, CPU, torch.float32, 16, dense=not window and doc_start is None)
+    attention = backends.build(name, CPU, torch.float32, 16, plain=not window and doc_start is None)
     o = attention(q, k, v, attention.mask(70, window, doc_start, CPU))
     o.square().sum().backward()
     return o.detach(), q.grad, k.grad, v.grad
@@ -39,7 +39,7 @@ def test_auto_is_sdpa_on_a_cpu_and_ours_on_a_gpu():
     assert backends.resolve("reference", CPU) == "reference"
 
 
-@pytest.mark.parametrize("name, dtype, head_dim, dense, rule", [
+@pytest.mark.parametrize("name, dtype, head_dim, plain, rule", [
     ("fla", torch.float32, 64, True, "no attention backend is called 'fla'; known: auto, flash_attn2"),
     ("flash_attn2", torch.float32, 320, True, "head width 320 must not exceed 256"),
     ("flash_attn2", torch.bfloat16, 64, True, "bfloat16 is silently wrong"),
@@ -47,9 +47,9 @@ def test_auto_is_sdpa_on_a_cpu_and_ours_on_a_gpu():
     ("sdpa:efficient", torch.float32, 64, True, "sdpa:efficient runs on a GPU only"),
     ("sdpa:flash", torch.float32, 64, False, "sdpa:flash takes no mask but causal"),
 ])
-def test_what_a_backend_cannot_do_is_an_error(name, dtype, head_dim, dense, rule):
+def test_what_a_backend_cannot_do_is_an_error(name, dtype, head_dim, plain, rule):
     with pytest.raises(ValueError) as error:
-        backends.build(name, CPU, dtype, head_dim, dense=dense)
+        backends.build(name, CPU, dtype, head_dim, plain=plain)
     assert rule in str(error.value)
 
 
@@ -58,8 +58,8 @@ def test_what_a_backend_cannot_do_is_an_error(name, dtype, head_dim, dense, rule
 @pytest.mark.parametrize("window, documents", [(0, False), (300, False), (0, True)], ids=["causal", "window", "docs"])
 def test_backend_equals_reference_on_a_gpu(name, window, documents):
     device = torch.device("cuda")
-    dense = not window and not documents
-    if name == "sdpa:flash" and not dense:
+    plain = not window and not documents
+    if name == "sdpa:flash" and not plain:
         pytest.skip("takes no mask but causal")
     H_kv = 4 if name == "sdpa:efficient" else 2
     q, k, v = (torch.randn(2, 1000, h, 64, device=device, dtype=torch.bfloat16) for h in (4, H_kv, H_kv))
@@ -67,5 +67,5 @@ def test_backend_equals_reference_on_a_gpu(name, window, documents):
     doc_start[0, 400:] = 400
     doc_start = doc_start if documents else None
     o = [a(q, k, v, a.mask(1000, window, doc_start, device))
-         for a in (backends.build(n, device, torch.bfloat16, 64, dense=dense) for n in (name, "reference"))]
+         for a in (backends.build(n, device, torch.bfloat16, 64, plain=plain) for n in (name, "reference"))]
     torch.testing.assert_close(o[0], o[1], rtol=2e-2, atol=2e-2)

@@ -1,4 +1,5 @@
 """Checkpoints: whole or absent, loadable with weights_only, and a resumed run is the unbroken one bit for bit."""
+import json
 import shutil
 
 import pytest
@@ -14,10 +15,10 @@ def weights(run) -> dict:
     return checkpoint.load(run)["model"]
 
 
-@pytest.mark.parametrize("attention, steps", [("sdpa", 20), ("flash_attn2", 4)])
-def test_20_steps_are_10_and_10_bit_for_bit(tmp_path, attention, steps):
+@pytest.mark.parametrize("attention, steps, log_every", [("sdpa", 20, 1), ("sdpa", 20, 4), ("flash_attn2", 4, 1)])
+def test_20_steps_are_10_and_10_bit_for_bit(tmp_path, attention, steps, log_every):
     train.main(flags(tmp_path, "--train.deterministic", "--train.max-steps", str(steps), "--model.attention", attention,
-                     "--train.checkpoint-every", str(steps // 2), name="whole"))
+                     "--train.checkpoint-every", str(steps // 2), "--log.every", str(log_every), name="whole"))
     shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
     shutil.rmtree(tmp_path / "resumed" / "checkpoints" / f"step_{steps:08d}")      # as if killed after the first half
     train.main([str(tmp_path / "resumed")])
@@ -45,19 +46,68 @@ def test_checkpoint_of_another_model(tmp_path, capsys):
     assert (tmp_path / "run" / "config.json").read_text() == before
 
 
-def test_a_run_without_a_checkpoint(tmp_path, capsys):
-    train.main(flags(tmp_path, "--train.max-steps", "2"))
+def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path):
+    train.main(flags(tmp_path, "--train.max-steps", "3"))
+    before = rows(tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoints")
-    with one_line_error(capsys, "has no checkpoint to go on from"):
+    train.main([str(tmp_path / "run")])
+    assert rows(tmp_path / "run") == before
+
+
+def test_an_interrupt_is_one_line_and_the_run_goes_on(tmp_path, capsys, monkeypatch):
+    step, steps = train.train_step, []
+
+    def interrupted(job):
+        steps.append(job.step)
+        if len(steps) == 4:
+            raise KeyboardInterrupt
+        return step(job)
+    monkeypatch.setattr(train, "train_step", interrupted)
+    with pytest.raises(SystemExit) as stop:
+        train.main(flags(tmp_path, "--train.max-steps", "6", "--train.checkpoint-every", "2"))
+    assert stop.value.code == 130
+    assert f"interrupted at step 3; go on from its last checkpoint: python train.py {tmp_path / 'run'}" \
+        in capsys.readouterr().out
+    train.main([str(tmp_path / "run")])
+    assert steps == [0, 1, 2, 3, 2, 3, 4, 5]
+    assert [step for step, _ in rows(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path, capsys):
+    train.main(flags(tmp_path, "--train.max-steps", "4", "--train.checkpoint-every", "2"))
+    before = rows(tmp_path / "run")
+    for folder in reversed(checkpoint.steps(tmp_path / "run")):
+        path = folder / "state.pt"
+        path.write_bytes(path.read_bytes()[:1000])
+        if folder.name == "step_00000004":
+            train.main([str(tmp_path / "run")])
+            assert "damaged, going back to an earlier one" in capsys.readouterr().err
+            assert rows(tmp_path / "run") == before
+            path.write_bytes(b"")
+    with one_line_error(capsys, "has no checkpoint that can be read"):
         train.main([str(tmp_path / "run")])
 
 
-def test_a_damaged_checkpoint(tmp_path, capsys):
+def test_resume_takes_the_command_lines_optimizer(tmp_path):
     train.main(flags(tmp_path, "--train.max-steps", "2"))
-    path = checkpoint.steps(tmp_path / "run")[-1] / "state.pt"
-    path.write_bytes(path.read_bytes()[:1000])
-    with one_line_error(capsys, "state.pt cannot be read"):
-        train.main([str(tmp_path / "run")])
+    job = train.set_up(tmp_path / "run", ["--optim.weight-decay", "0", "--optim.beta2", "0.5"])
+    job.metrics.close()
+    assert [(g["weight_decay"], g["betas"]) for g in job.optimizer.param_groups] == [(0.0, (0.9, 0.5))] * 2
+    assert configs.load(tmp_path / "run").optim.weight_decay == 0
+
+
+def test_resume_keeps_the_first_environment(tmp_path):
+    train.main(flags(tmp_path, "--train.max-steps", "2"))
+    first = json.loads((tmp_path / "run" / "env.json").read_text())
+    train.main([str(tmp_path / "run"), "--train.max-steps", "3"])
+    env = json.loads((tmp_path / "run" / "env.json").read_text())
+    assert {k: env[k] for k in first} == first and env["resumed"][0]["device"] == "cpu"
+
+
+def test_a_run_that_goes_on_cannot_move(tmp_path, capsys):
+    train.main(flags(tmp_path, "--train.max-steps", "2"))
+    with one_line_error(capsys, "cannot move a run that goes on"):
+        train.main([str(tmp_path / "run"), "--run.dir", str(tmp_path / "elsewhere")])
 
 
 def test_holds_only_tensors_and_plain_types(tmp_path):

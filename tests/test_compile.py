@@ -18,7 +18,7 @@ from typing import NamedTuple
 import pytest
 
 HERE = Path(__file__).resolve()
-SHARED = {"sm_80": 163 * 1024, "sm_90": 227 * 1024}      # bytes a block can have (CUDA programming guide)
+SHARED = {"sm_80": 99 * 1024, "sm_90": 227 * 1024}       # bytes a block can have; sm_80 is sm_86's and sm_89's too
 
 # Bytes of stack a thread may spill; what is not named spills nothing. FLOAT32 is for tests: it may spill.
 SPILLS = {
@@ -126,8 +126,9 @@ def main() -> None:
 def faults(job: Job, row: dict) -> list[str]:
     """Shared memory beyond the card's, a stack beyond SPILLS, or a bf16 kernel without its tensor cores."""
     found = []
-    if row["shared"] > SHARED[job.arch]:
-        found.append(f"{row['shared']} bytes of shared memory, {job.arch} has {SHARED[job.arch]}")
+    shared = 163 * 1024 if job.dtype == "fp32" else SHARED[job.arch]        # float32 is for tests, on the large cards
+    if row["shared"] > shared:
+        found.append(f"{row['shared']} bytes of shared memory, {job.arch} has {shared}")
     allowed = SPILLS.get((job.arch, job.head_dim, job.kind), 0)
     if job.dtype == "bf16" and row["stack"] > allowed:
         found.append(f"{row['stack']} bytes of stack, {allowed} allowed")

@@ -239,3 +239,11 @@ def test_one_row_of_starts_expanded_over_the_batch(device):
     """Stride 0 in, contiguous out."""
     mask = causal_mask(0, document_starts(((3, 4),), device).expand(5, 7))
     assert mask.lo.shape == (5, 7) and all(x.is_contiguous() for x in mask[2:])
+
+
+def test_window_is_a_number_of_keys():
+    with pytest.raises(ValueError, match="window=-1 must be a number of keys, or 0 for no window"):
+        causal_mask(-1)
+    starts = torch.zeros(1, 8, dtype=torch.int32)
+    assert all(torch.equal(a, b) for a, b in zip(causal_mask(3_000_000_000, starts)[2:], causal_mask(0, starts)[2:],
+                                                 strict=True))

@@ -16,7 +16,7 @@ MODERN = dataclasses.replace(SMALL, n_kv_head=2, norm="rmsnorm", position="rope"
 
 
 def build(c: Model, vocab: int = 50, T: int = 32, backend: str = "sdpa") -> GPT:
-    attention = backends.build(backend, torch.device("cpu"), torch.float32, c.d_model // c.n_head, dense=False)
+    attention = backends.build(backend, torch.device("cpu"), torch.float32, c.d_model // c.n_head, plain=False)
     return GPT(c, vocab, T, attention)
 
 

@@ -37,8 +37,9 @@ def test_prompt_longer_than_the_row(run, capsys):
 
 @pytest.mark.parametrize("arguments, part", [
     (["nowhere"], "nowhere is not a run folder"),
-    (["tests", "--temperature", "0"], "--temperature=0.0 must be positive"),
-    (["tests", "--prompt", ""], "--prompt='' not empty"),
+    (["tests", "--temperature", "0"], "--temperature=0.0 must lie between"),
+    (["tests", "--prompt", ""], "--prompt='' not be empty"),
+    (["tests", "--temperature", "nan"], "--temperature=nan must lie between"),
     (["tests", "--tokens", "-1"], "--tokens=-1"),
 ])
 def test_bad_input_is_one_line(capsys, arguments, part):

@@ -4,6 +4,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -65,9 +66,36 @@ def test_learning_rate_without_warmup_or_with_one_step():
         assert train.learning_rate(0, c) == 1.0
 
 
-def test_gradients_are_clipped(tmp_path):
-    train.main(flags(tmp_path, "--train.max-steps", "2", "--optim.grad-clip", "0.01"))
-    assert all(norm > 0.01 for _, norm in rows(tmp_path / "run", "train/grad_norm"))    # the norm before clipping
+def test_gradients_are_clipped(tmp_path, monkeypatch):
+    """grad_norm tells the norm before clipping; what reaches the optimizer has the norm asked for, or its own with 0."""
+    seen = []
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: seen.append(
+        torch.stack([p.grad.norm() for g in self.param_groups for p in g["params"]]).norm().item()))
+    for clip in ("0.01", "0"):
+        job = train.set_up(Path("configs/debug.py"), flags(tmp_path, "--optim.grad-clip", clip, name=f"run{clip}")[1:])
+        norm, _ = train.train_step(job)
+        job.metrics.close()
+    assert norm > 0.1 and seen[0] == pytest.approx(0.01, rel=1e-3) and seen[1] == pytest.approx(norm.item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("name, seconds", [("debug", 40), ("interpreter", 120)])
+def test_the_small_configs_run_as_they_stand(tmp_path, name, seconds):
+    """On the embedded books, prepared on the way."""
+    began = time.monotonic()
+    train.main([f"configs/{name}.py", "--run.dir", str(tmp_path / "run"), "--data.dir", str(tmp_path / "shards")])
+    losses = rows(tmp_path / "run")
+    assert losses[-1][1] < losses[0][1] - 0.3
+    assert time.monotonic() - began < seconds
+
+
+def test_a_step_without_targets_leaves_the_weights_whole(tmp_path):
+    """seq_len 1: some rows hold only an end id."""
+    text = tmp_path / "lines.jsonl"
+    text.write_text("".join(json.dumps({"text": letter}) + "\n" for letter in "abcdefghijklmnopqrstuvwxyz"))
+    more = ["--data.source", str(text), "--data.seq-len", "1", "--data.batch", "1", "--train.tokens-per-step", "1"]
+    train.main(flags(tmp_path, *more, "--data.val-fraction", "0.2"))
+    losses = [loss for _, loss in rows(tmp_path / "run")]
+    assert all(map(math.isfinite, losses)) and 0.0 in losses
 
 
 def test_our_kernel_runs_in_every_layer_of_every_micro_step(tmp_path, monkeypatch):
@@ -96,6 +124,38 @@ def test_backends_train_alike(tmp_path):
         losses.append(torch.tensor(rows(tmp_path / name)))
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(losses[0], losses[2], rtol=1e-4, atol=1e-4)
+
+
+SDPA_KERNELS = ("flash_fwd", "flash_bwd", "fmha", "cudnn", "efficient_attention")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("attention", ["flash_attn2", "sdpa"])
+def test_only_the_chosen_attention_shows_in_the_profile(tmp_path, attention):
+    """A compiled bf16 training step: our four kernels and none of SDPA's, or the other way round."""
+    more = ["--model.attention", attention, "--data.seq-len", "128", "--train.tokens-per-step", "256", "--model.n-head",
+            "1", "--model.d-model", "64", "--data.no-document-mask"]
+    job = train.set_up(Path("configs/debug.py"), flags(tmp_path, *more)[1:])
+    train.warm_up(job)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        job.clock.start()
+        train.train_step(job)
+        torch.cuda.synchronize()
+    job.metrics.close()
+    names = {event.key for event in profile.key_averages()}
+    own = {k for k in ("forward_kernel", "delta_kernel", "dq_kernel", "dkdv_kernel") if any(k in n for n in names)}
+    torchs = {n for n in names if any(k in n.lower() for k in SDPA_KERNELS)}
+    assert (len(own), bool(torchs)) == ((4, False) if attention == "flash_attn2" else (0, True)), names
+
+
+@pytest.mark.gpu
+def test_backends_train_alike_on_a_gpu(tmp_path):
+    """bf16, compiled, packed documents, a windowed layer: losses agree within the rounding of bf16."""
+    more = ["--train.max-steps", "8", "--model.window", "9", "--model.window-pattern", "LS"]
+    for name in ("sdpa", "flash_attn2"):
+        train.main(flags(tmp_path, "--model.attention", name, *more, name=name))
+    losses = [torch.tensor(rows(tmp_path / name)) for name in ("sdpa", "flash_attn2")]
+    torch.testing.assert_close(*losses, rtol=5e-3, atol=5e-3)
 
 
 def test_compiled_equals_eager(tmp_path):
