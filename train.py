@@ -282,8 +282,9 @@ def write_record(job: Job, path: Path, peak: tuple[float | None, str], state: di
     (job.folder / "env.json").write_text(json.dumps(env, indent=2) + "\n")
     (job.folder / "config.json").write_text(configs.to_json(c))
     n_params = sum(p.numel() for p in job.model.parameters())
-    how = "compiled" if job.compiled else "eager"
-    print(f"{'resuming' if resumed else 'run'}: {job.folder} on {name}, {dtype}, {how}\n{n_params:,} parameters, {job.train_data.n_tokens:,} tokens, {job.tokens_per_step:,} a step", flush=True)
+    how = f"on {name}, {dtype}, {'compiled' if job.compiled else 'eager'}"
+    print(f"{'resuming' if resumed else 'run'}: {job.folder} {how}", flush=True)
+    print(f"{n_params:,} parameters, {job.train_data.n_tokens:,} tokens, {job.tokens_per_step:,} a step", flush=True)
     if job.ranks.device.type == "cuda" and peak[0] is None:
         print(f"no MFU: {peak[1]}", flush=True)
     job.metrics = Metrics(job.folder, c, wandb_id=state["wandb_id"] if state else None,

@@ -18,7 +18,7 @@ MAY = {
     "config": set(), "configs": {"config", "configs"}, "model": set(), "data": {"data"},
     "runtime": {"config", "runtime"}, "train": ROOMS - VERBS, "sample": ROOMS - VERBS, "compare": ROOMS - VERBS,
 }
-KERNEL_LEVELS = ["reference", "masks", "tiles", "forward", "backward", "ops", "backends"]
+KERNEL_LEVELS = ["reference", "masks", "tiles", "forward", "backward", "ops", "backends", "bench"]
 
 
 def imports(path: Path) -> set[str]:

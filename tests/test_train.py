@@ -67,7 +67,7 @@ def test_learning_rate_without_warmup_or_with_one_step():
 
 
 def test_gradients_are_clipped(tmp_path, monkeypatch):
-    """grad_norm tells the norm before clipping; what reaches the optimizer has the norm asked for, or its own with 0."""
+    """grad_norm is the norm before clipping; what reaches the optimizer has the norm asked for, or its own with 0."""
     seen = []
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: seen.append(
         torch.stack([p.grad.norm() for g in self.param_groups for p in g["params"]]).norm().item()))
