@@ -1,8 +1,7 @@
 """Every knob on one page: a frozen dataclass tree, its file + command-line loader, and the rules between fields.
 
-A config file is Python that names one `config`; another file imports it and calls `change`. The command line
-overrides both: `python train.py configs/quickstart.py --optim.lr 1e-3`. Constructors do not check (a file may build
-a config in any order); `load` checks every field's type and then `validate` the rules that join several fields.
+A config file is Python that names one `config`; another file imports it and calls `change`. The command line overrides
+both. Constructors do not check: `load` checks every field's type and then `validate` the rules that join several.
 """
 import contextlib
 import dataclasses
@@ -70,7 +69,7 @@ class Model:
     """Biases in linear layers and LayerNorm."""
     tied_embeddings: bool = True
     vocab_multiple: int = 1
-    """Rows of the embedding are padded up to a multiple of this (64 or 128 is faster on a GPU)."""
+    """Rows of the embedding are padded up to a multiple of this, 128 being faster on a GPU, as ids that never come."""
     window: int = 0
     """W: number of keys a query of an S layer sees, itself included."""
     window_pattern: str = "L"
@@ -187,9 +186,16 @@ def from_json(path: Path) -> Config:
     try:
         sections = json.loads(path.read_text())
         sections["wandb"]["tags"] = tuple(sections["wandb"]["tags"])      # JSON has no tuples
-    except (ValueError, TypeError, KeyError) as error:
+        return change(Config(), **sections)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{path} is damaged: {error!r}") from error
-    return change(Config(), **sections)
+
+
+def differences(old: Config, new: Config) -> list[str]:
+    """Fields that differ, each as "section.name OLD -> NEW"."""
+    return [f"{section.name}.{name} {value!r} -> {now!r}" for section in dataclasses.fields(Config)
+            for name, value in vars(getattr(old, section.name)).items()
+            if (now := getattr(getattr(new, section.name), name)) != value]
 
 
 def _from_python(path: Path) -> Config:
@@ -245,6 +251,7 @@ def validate(c: Config) -> None:
           f"model.window_pattern={m.window_pattern!r} has S layers: model.window={m.window} must be at least 1")
     _rule(m.window == 0 or "S" in m.window_pattern,
           f"model.window={m.window} is not used: model.window_pattern={m.window_pattern!r} has no S layer")
+    _rule("/" not in c.run.name, f"run.name={c.run.name!r} must be a name, not a path: run.dir takes one")
     _rule(0 < c.data.val_fraction < 1, f"data.val_fraction={c.data.val_fraction} must lie between 0 and 1")
     _rule(c.optim.min_lr <= c.optim.lr, f"optim.min_lr={c.optim.min_lr} must not exceed optim.lr={c.optim.lr}")
     _rule(0 <= c.optim.beta1 < 1 and 0 <= c.optim.beta2 < 1,
@@ -281,10 +288,10 @@ def _nearest(name: str, names: list[str]) -> str:
 
 def _nearest_keyword(message: str) -> str:
     """For a constructor's complaint "... got an unexpected keyword argument 'NAME'": the field that was meant."""
-    if "unexpected keyword argument" not in message:
+    if "unexpected keyword argument" not in message or message.split(".")[0] not in globals():
         return ""
-    every = [f.name for s in dataclasses.fields(Config) for f in dataclasses.fields(s.type)]
-    return f"; nearest: {_nearest(message.split(chr(39))[1], every)}"
+    kind = globals()[message.split(".")[0]]
+    return f"; nearest: {_nearest(message.split(chr(39))[1], [f.name for f in dataclasses.fields(kind)])}"
 
 
 def _spell(hint) -> str:

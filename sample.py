@@ -61,7 +61,7 @@ def main(argv: list[str]) -> None:
             raise ValueError(f"--tokens={args.tokens} and --top-k={args.top_k} must not be negative")
         model, seq_len = load(args.run, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         text = tokenizer.get(configs.from_json(args.run / "config.json").data.tokenizer)
-    torch.manual_seed(args.seed)
+        torch.manual_seed(args.seed)
     prompt = text.encode(args.prompt).tolist()
     sampled = generate(model, prompt, args.tokens, seq_len, args.temperature, args.top_k, text.end_id)
     print(text.decode([*prompt, *sampled]))

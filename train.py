@@ -123,6 +123,8 @@ def forward(job: Job, compute: nn.Module, batch: Batch) -> Tensor:
 def evaluate(job: Job, max_tokens: int) -> float:
     """Nats a token over held-out targets, each weighing the same; 0: all of them. The ranks share the rows."""
     job.clock.settle()
+    if job.ranks.first and not max_tokens:
+        print(f"evaluating on all {job.val_data.n_tokens:,} held-out tokens", flush=True)
     total = torch.zeros(2, dtype=torch.float64, device=job.ranks.device)
     for batch in job.val_data.sequential(max_tokens or None, job.ranks.rank, job.ranks.world):
         total[0] += forward(job, without_ddp(job), batch)
@@ -279,11 +281,11 @@ def write_record(job: Job, path: Path, peak: tuple[float | None, str], state: di
     if resumed:                                         # the first part's environment stays, later ones stand below it
         first = json.loads((job.folder / "env.json").read_text())
         env = first | {"resumed": [*first.get("resumed", []), env]}
-    (job.folder / "env.json").write_text(json.dumps(env, indent=2) + "\n")
-    (job.folder / "config.json").write_text(configs.to_json(c))
+    checkpoint.write_whole(job.folder / "env.json", json.dumps(env, indent=2) + "\n")
+    checkpoint.write_whole(job.folder / "config.json", configs.to_json(c))
     n_params = sum(p.numel() for p in job.model.parameters())
-    how = f"on {name}, {dtype}, {'compiled' if job.compiled else 'eager'}"
-    print(f"{'resuming' if resumed else 'run'}: {job.folder} {how}", flush=True)
+    start = f"resuming at step {job.step}" if resumed else "run"
+    print(f"{start}: {job.folder} on {name}, {dtype}, {'compiled' if job.compiled else 'eager'}", flush=True)
     print(f"{n_params:,} parameters, {job.train_data.n_tokens:,} tokens, {job.tokens_per_step:,} a step", flush=True)
     if job.ranks.device.type == "cuda" and peak[0] is None:
         print(f"no MFU: {peak[1]}", flush=True)
@@ -294,8 +296,11 @@ def write_record(job: Job, path: Path, peak: tuple[float | None, str], state: di
 def run_folder(c: Config, path: Path) -> Path:
     """The folder that is resumed, the one asked for, or the first free runs/NAME. ValueError: it is taken."""
     if path.is_dir():
-        if c.run.dir != configs.from_json(path / "config.json").run.dir:
-            raise ValueError(f"run.dir={c.run.dir!r} cannot move a run that goes on: {path} stays where it is")
+        changed = configs.differences(configs.from_json(path / "config.json"), c)
+        for one in changed:
+            if one.startswith(("model.", "run.dir ")) and not one.startswith("model.attention "):
+                raise ValueError(f"{path} cannot go on as another run: {one}")
+        print("".join(f"changed: {one}\n" for one in changed), end="", flush=True)
         return path
     if c.run.dir:
         folder = Path(c.run.dir)

@@ -1,7 +1,8 @@
 """Speed of the backends on one GPU: python -m flash_attn2.bench
 
-Causal, bf16, 32k tokens in all, d_model 2048. Contenders take turns round by round, so that the card's clocks are the same
-for all. TFLOP/s: forward 4 B H T^2 D / 2, backward 2.5 times that, whatever a kernel really runs; medians [slowest-fastest].
+Causal, bf16, 32k tokens in all, d_model 2048. Contenders take turns round by round, so that the card's clocks are the
+same for all. TFLOP/s: forward 4 B H T^2 D / 2, backward 2.5 times that, whatever a kernel really runs; medians
+[slowest-fastest].
 """
 import statistics
 import sys
@@ -54,7 +55,8 @@ def row(name: str, T: int, D: int, forward: list[float], backward: list[float]) 
     flops = 2 * (32768 // T) * (2048 // D) * T * T * D
 
     def spread(factor: float, times: list[float]) -> str:
-        median, slowest, fastest = (factor * flops / t / 1e9 for t in (statistics.median(times), max(times), min(times)))
+        rates = (factor * flops / t / 1e9 for t in (statistics.median(times), max(times), min(times)))
+        median, slowest, fastest = rates
         return f"{median:5.0f} [{slowest:.0f}-{fastest:.0f}]"
     both = 3.5 * flops / (statistics.median(forward) + statistics.median(backward)) / 1e9
     return f"hd{D:<4} {T:>7} {name:12} {spread(1, forward):>16} {spread(2.5, backward):>16} {both:6.0f}"

@@ -48,9 +48,11 @@ def causal_mask(window: int = 0, doc_start: Tensor | None = None) -> Mask:
 
 
 def from_bounds(lo: Tensor, hi: Tensor, Tk: int) -> Mask:
-    """The mask of two bounds lo, hi (B, Tq) that never decrease along a row, over keys 0 .. Tk - 1."""
-    lo = lo.int().contiguous()
-    hi = torch.maximum(hi.int(), lo - 1).contiguous()
+    """The mask of two bounds lo, hi (B, Tq) over keys 0 .. Tk - 1; beyond those they are cut.
+
+    Neither may decrease along a row: that is not checked, since a look at the values would wait for the GPU."""
+    lo = lo.clamp(0, Tk).int().contiguous()
+    hi = torch.maximum(hi.clamp(-1, Tk - 1).int(), lo - 1).contiguous()
     j = torch.arange(Tk, device=lo.device, dtype=torch.int32).expand(len(lo), Tk).contiguous()
     q_lo = torch.searchsorted(hi, j, out_int32=True)                        # queries that end before j
     q_hi = torch.searchsorted(lo, j, right=True, out_int32=True) - 1        # the last query that begins by j

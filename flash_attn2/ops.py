@@ -1,5 +1,4 @@
 """The public call, its argument checks, and the two custom ops that torch.compile and checkpointing see."""
-import math
 import os
 
 import torch
@@ -8,7 +7,7 @@ from torch.library import custom_op
 
 from .backward import backward
 from .forward import forward
-from .masks import Mask
+from .masks import NO_BOUND, Mask
 
 MAX_HEAD_DIM = 256
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -90,16 +89,18 @@ def check(q: Tensor, k: Tensor, v: Tensor, mask: Mask, softmax_scale: float | No
         raise ValueError(f"q's {H} heads must be a multiple of k's {H_kv}")
     if not 0 < D <= MAX_HEAD_DIM:
         raise ValueError(f"head width {D} must lie between 1 and {MAX_HEAD_DIM}")
-    if softmax_scale is not None and not (softmax_scale > 0 and math.isfinite(softmax_scale)):
-        raise ValueError(f"softmax_scale={float(softmax_scale)} must be positive and finite")
+    if softmax_scale is not None and not 1e-30 <= softmax_scale <= 1e30:
+        raise ValueError(f"softmax_scale={float(softmax_scale)} must be positive and finite, within 1e-30 and 1e30")
     _check_mask(mask, B, Tq, Tk, q.device)
     if q.device.type == "cpu":
         _check_interpreter(q)
 
 
 def _check_mask(mask: Mask, B: int, Tq: int, Tk: int, device: torch.device) -> None:
-    if mask.left < 0 or mask.right < 0:
-        raise ValueError(f"mask: left={mask.left} and right={mask.right} must not be negative")
+    if not isinstance(mask, Mask):
+        raise TypeError(f"mask is a {type(mask).__name__}; it must be a flash_attn2.Mask, such as causal_mask()")
+    if not (0 <= mask.left <= NO_BOUND and 0 <= mask.right <= NO_BOUND):
+        raise ValueError(f"mask: left={mask.left} and right={mask.right} must lie between 0 and {NO_BOUND} (no bound)")
     vectors = dict(lo=Tq, hi=Tq, q_lo=Tk, q_hi=Tk)
     absent = [name for name in vectors if getattr(mask, name) is None]
     if absent and len(absent) < len(vectors):

@@ -3,6 +3,7 @@
 It holds tensors and plain types only, so that it loads with weights_only=True.
 """
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -11,10 +12,11 @@ import torch
 from torch import nn
 
 KEEP = 2        # the newest, and one to fall back to
+PARTS = {"model", "optimizer", "step", "tokens", "since_row", "random", "wandb_id"}
 
 
 def save(run: Path, step: int, state: dict) -> Path:
-    """Writes run/checkpoints/step_00001000/state.pt and drops all but the newest KEEP."""
+    """Writes run/checkpoints/step_00001000/state.pt and drops all but the newest KEEP. state has the PARTS."""
     folder = run / "checkpoints" / f"step_{step:08d}"
     for rest in folder.parent.glob("*.partial"):        # of a save that was killed
         shutil.rmtree(rest)
@@ -35,14 +37,17 @@ def save(run: Path, step: int, state: dict) -> Path:
 
 def steps(run: Path) -> list[Path]:
     """The whole checkpoints of a run, oldest first."""
-    return sorted(p for p in (run / "checkpoints").glob("step_*") if p.suffix != ".partial")
+    return sorted(p for p in (run / "checkpoints").glob("step_*") if re.fullmatch(r"step_\d{8}", p.name))
 
 
 def load(run: Path, device: torch.device | str = "cpu") -> dict:
     """The state of the newest checkpoint that can be read; damaged ones are named on stderr. ValueError: none is."""
     for folder in reversed(steps(run)):
         try:
-            return torch.load(folder / "state.pt", map_location=device, weights_only=True)
+            state = torch.load(folder / "state.pt", map_location=device, weights_only=True)
+            if absent := PARTS - set(state):
+                raise ValueError(f"it lacks {', '.join(sorted(absent))}")
+            return state
         except Exception as error:      # torch raises a dozen kinds for a damaged file
             print(f"damaged, going back to an earlier one: {folder / 'state.pt'}: {error}", file=sys.stderr)
     raise ValueError(f"{run} has no checkpoint that can be read")
@@ -56,6 +61,16 @@ def load_model(model: nn.Module, weights: dict) -> None:
         if here != there:
             raise ValueError(f"the checkpoint is of another model: {name} is {there} in it and {here} here")
     model.load_state_dict(weights)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """The old file or the new one, whenever the power goes."""
+    partial = path.with_name(path.name + ".partial")
+    with open(partial, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
 
 
 def random_state(device: torch.device) -> dict:

@@ -17,6 +17,7 @@ from pathlib import Path
 SECTIONS = ("train", "val", "perf", "memory")
 PACKAGES = ("torch", "triton", "numpy", "wandb")
 NON_FINITE = ("nan", "inf", "-inf")             # JSON has no such numbers: rows hold them as these strings
+WANDB_MODES = ("online", "offline", "disabled", "shared")
 DIFF_LIMIT = 100_000                                                    # characters of `git diff` in env.json
 
 
@@ -62,7 +63,13 @@ class Metrics:
 
     def _start_wandb(self, extra_config: dict) -> None:
         asked = self.config.wandb.mode
-        mode = os.environ.get("WANDB_MODE", "") if asked == "auto" else asked
+        said = os.environ.get("WANDB_MODE", "")
+        if said and said not in WANDB_MODES:
+            print(f"WANDB_MODE={said!r} is none of {', '.join(WANDB_MODES)}: taken as offline", flush=True)
+            os.environ["WANDB_MODE"] = said = "offline"
+        elif not said:
+            os.environ.pop("WANDB_MODE", None)              # W&B takes an empty one for an error
+        mode = said if asked == "auto" else asked
         if mode == "disabled":
             return
         import wandb
@@ -108,12 +115,12 @@ def read_rows(path: Path) -> list[dict]:
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
-            if not isinstance(row, dict):
-                raise ValueError("no object")
+            if not isinstance(row, dict) or not all(isinstance(row.get(key), int) for key in ("step", "tokens")):
+                raise ValueError("no row")
         except ValueError as error:
             if number == len(lines) and not line.endswith("\n"):
                 break
-            raise ValueError(f"{path}, line {number} is not a JSON object") from error
+            raise ValueError(f"{path}, line {number} is not a row (a JSON object with step and tokens)") from error
         rows.append({name: float(value) if value in NON_FINITE else value for name, value in row.items()})
     return rows
 

@@ -11,6 +11,10 @@ import train
 from runtime import checkpoint
 
 
+def save(run, step) -> None:
+    checkpoint.save(run, step, {**dict.fromkeys(checkpoint.PARTS, 0), "step": step})
+
+
 def weights(run) -> dict:
     return checkpoint.load(run)["model"]
 
@@ -38,12 +42,34 @@ def test_a_finished_run_says_so_and_can_go_on(tmp_path, capsys):
     assert configs.load(tmp_path / "run").train.max_steps == 6
 
 
-def test_checkpoint_of_another_model(tmp_path, capsys):
+@pytest.mark.parametrize("flag, value, said", [
+    ("--model.d-model", "64", "model.d_model 32 -> 64"),
+    ("--model.rope-theta", "5", "model.rope_theta 10000.0 -> 5.0"),        # the same shapes
+    ("--run.dir", "elsewhere", "-> 'elsewhere'"),
+])
+def test_a_run_cannot_go_on_as_another(tmp_path, capsys, flag, value, said):
     train.main(flags(tmp_path, "--train.max-steps", "2"))
     before = (tmp_path / "run" / "config.json").read_text()
-    with one_line_error(capsys, "is of another model: blocks.0.attention_norm.weight is (32,) in it and (64,) here"):
-        train.main([str(tmp_path / "run"), "--model.d-model", "64"])
+    with one_line_error(capsys, "cannot go on as another run", said):
+        train.main([str(tmp_path / "run"), flag, value])
     assert (tmp_path / "run" / "config.json").read_text() == before
+
+
+def test_checkpoint_of_another_model(tmp_path, capsys):
+    """The config says one model, the checkpoint holds another."""
+    train.main(flags(tmp_path, "--train.max-steps", "2"))
+    path = tmp_path / "run" / "config.json"
+    path.write_text(path.read_text().replace('"d_model": 32', '"d_model": 64'))
+    with one_line_error(capsys, "is of another model: blocks.0.attention_norm.weight is (32,) in it and (64,) here"):
+        train.main([str(tmp_path / "run")])
+
+
+def test_changed_settings_are_listed(tmp_path, capsys):
+    train.main(flags(tmp_path, "--train.max-steps", "2"))
+    train.main([str(tmp_path / "run"), "--train.max-steps", "3", "--model.attention", "reference"])
+    out = capsys.readouterr().out
+    assert "changed: train.max_steps 2 -> 3\n" in out and "changed: model.attention 'auto' -> 'reference'\n" in out
+    assert "resuming at step 2" in out
 
 
 def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path):
@@ -104,10 +130,32 @@ def test_resume_keeps_the_first_environment(tmp_path):
     assert {k: env[k] for k in first} == first and env["resumed"][0]["device"] == "cpu"
 
 
-def test_a_run_that_goes_on_cannot_move(tmp_path, capsys):
+@pytest.mark.parametrize("content, said", [({"model": {}}, "it lacks optimizer, random"), ([1], "it lacks model")])
+def test_a_file_that_is_no_checkpoint(tmp_path, capsys, content, said):
     train.main(flags(tmp_path, "--train.max-steps", "2"))
-    with one_line_error(capsys, "cannot move a run that goes on"):
-        train.main([str(tmp_path / "run"), "--run.dir", str(tmp_path / "elsewhere")])
+    torch.save(content, checkpoint.steps(tmp_path / "run")[-1] / "state.pt")
+    with pytest.raises(ValueError, match="has no checkpoint that can be read"):
+        checkpoint.load(tmp_path / "run")
+    assert said in capsys.readouterr().err
+
+
+def test_only_step_folders_are_checkpoints(tmp_path):
+    save(tmp_path, 1)
+    for name in ("step_00000002.partial", "step_00000003.old", "step_4"):
+        (tmp_path / "checkpoints" / name).mkdir()
+    assert [p.name for p in checkpoint.steps(tmp_path)] == ["step_00000001"]
+
+
+def test_write_whole_leaves_the_old_file_when_it_fails(tmp_path, monkeypatch):
+    path = tmp_path / "config.json"
+    checkpoint.write_whole(path, "old")
+
+    def fail(handle):
+        raise OSError("disk full")
+    monkeypatch.setattr(checkpoint.os, "fsync", fail)
+    with pytest.raises(OSError):
+        checkpoint.write_whole(path, "new")
+    assert path.read_text() == "old"
 
 
 def test_holds_only_tensors_and_plain_types(tmp_path):
@@ -118,23 +166,23 @@ def test_holds_only_tensors_and_plain_types(tmp_path):
 
 
 def test_a_kill_while_saving_leaves_the_last_one_whole(tmp_path, monkeypatch):
-    checkpoint.save(tmp_path, 1, {"step": 1})
+    save(tmp_path, 1)
 
     def killed(*args):
         args[1].write(b"half of it")
         raise KeyboardInterrupt
     monkeypatch.setattr(torch, "save", killed)
     with pytest.raises(KeyboardInterrupt):
-        checkpoint.save(tmp_path, 2, {"step": 2})
-    assert checkpoint.load(tmp_path) == {"step": 1}
+        save(tmp_path, 2)
+    assert checkpoint.load(tmp_path)["step"] == 1
     monkeypatch.undo()
-    checkpoint.save(tmp_path, 2, {"step": 2})                       # the rest of the kill is no obstacle
-    assert checkpoint.load(tmp_path) == {"step": 2}
+    save(tmp_path, 2)                                               # the rest of the kill is no obstacle
+    assert checkpoint.load(tmp_path)["step"] == 2
 
 
 def test_keeps_the_newest_two(tmp_path):
     for step in (1, 2, 10, 3):
-        checkpoint.save(tmp_path, step, {"step": step})
+        save(tmp_path, step)
     assert [p.name for p in checkpoint.steps(tmp_path)] == ["step_00000003", "step_00000010"]
 
 

@@ -111,7 +111,8 @@ def test_command_prints_the_table(two):
     (lambda run: run.joinpath("env.json").unlink(), "it has no env.json"),
     (lambda run: run.joinpath("metrics.jsonl").unlink(), "it has no metrics.jsonl"),
     (lambda run: run.joinpath("metrics.jsonl").write_text(""), "has no rows"),
-    (lambda run: run.joinpath("metrics.jsonl").write_text("{}\nx\n{}\n"), "line 2"),
+    (lambda run: run.joinpath("metrics.jsonl").write_text('{"step": 1, "tokens": 8}\nx\n{"step": 2, "tokens": 9}\n'),
+     "line 2"),
     (lambda run: run.joinpath("config.json").write_text("{"), "is not JSON"),
     (lambda run: run.joinpath("config.json").write_text('{"a": 1}'), "is not a config"),
     (lambda run: run.joinpath("env.json").write_text("[]"), "is not a JSON object")])

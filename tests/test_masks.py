@@ -247,3 +247,10 @@ def test_window_is_a_number_of_keys():
     starts = torch.zeros(1, 8, dtype=torch.int32)
     assert all(torch.equal(a, b) for a, b in zip(causal_mask(3_000_000_000, starts)[2:], causal_mask(0, starts)[2:],
                                                  strict=True))
+
+
+def test_bounds_past_the_keys_are_cut():
+    lo, hi = torch.tensor([[-3, 0, 4, 9]]), torch.tensor([[0, 7, 9, 12]])
+    mask = from_bounds(lo, hi, 6)
+    assert mask.lo.tolist() == [[0, 0, 4, 6]] and mask.hi.tolist() == [[0, 5, 5, 5]]
+    assert mask.q_lo.tolist() == [[0, 1, 1, 1, 1, 1]] and mask.q_hi.tolist() == [[1, 1, 1, 1, 2, 2]]

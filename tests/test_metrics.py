@@ -114,9 +114,11 @@ def test_a_new_run_does_not_mix_with_another(tmp_path):
 
 
 def test_damage_in_the_middle_is_an_error_with_its_line(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"ste\n{"step": 3}\n')
-    with pytest.raises(ValueError, match="line 2"):
-        read_rows(tmp_path / "metrics.jsonl")
+    row = '{"step": 1, "tokens": 8}\n'
+    for damage in ('{"ste\n', '{"a": 1}\n', '{"step": "x", "tokens": 8}\n', "[1]\n"):
+        (tmp_path / "metrics.jsonl").write_text(row + damage + row)
+        with pytest.raises(ValueError, match="line 2 is not a row"):
+            read_rows(tmp_path / "metrics.jsonl")
 
 
 def test_a_row_without_tokens_is_an_error(tmp_path):
@@ -342,7 +344,7 @@ def test_without_key_or_terminal_the_run_is_offline_and_whole(tmp_path):
     assert history[0]["train/loss"] == 4 and history[-1]["val/loss"] == 2.5
     axes = {r["metric"]["glob_name"]: r["metric"]["step_metric"] for r in records
             if r["type"] == "metric" and "glob_name" in r["metric"]}
-    assert axes == {f"{section}/*": "tokens" for section in ("train", "val", "perf", "memory", "time")}
+    assert axes == {f"{section}/*": "tokens" for section in ("train", "val", "perf", "memory")}
     [run] = [r["run"] for r in records if r["type"] == "run"]
     settings = run["config"]["update"]
     assert settings["n_params"] == 7
@@ -425,6 +427,13 @@ def test_disabled_imports_nothing(tmp_path, mode, variable):
     code = program(tmp_path / "run", mode, after="print('imported', 'wandb' in sys.modules)")
     output = start(tmp_path, code, WANDB_MODE=variable)
     assert "imported False" in output and not (tmp_path / "run" / "wandb").exists()
+
+
+@pytest.mark.parametrize("variable", ["", "garbage"])
+def test_a_variable_that_says_nothing_is_offline(tmp_path, variable):
+    output = start(tmp_path, program(tmp_path / "run"), WANDB_MODE=variable)
+    assert "W&B offline: " in output and "W&B is off" not in output
+    assert ("WANDB_MODE='garbage' is none of" in output) == (variable == "garbage")
 
 
 def test_the_variable_decides_under_auto_and_the_config_otherwise(tmp_path):

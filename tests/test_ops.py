@@ -295,6 +295,10 @@ ERRORS = {  # name: (arguments that differ from a right call, type, name, value 
         r"head width 257 must lie between 1 and 256",
     ),
     "width_0": (dict.fromkeys("qkv", like(D=0)), ValueError, r"head width 0 must lie between 1 and 256"),
+    "mask_none": (dict(mask=None), TypeError, r"mask is a NoneType; it must be a flash_attn2.Mask"),
+    "mask_tensor": (dict(mask=torch.ones(3, 3)), TypeError, r"mask is a Tensor; it must be a flash_attn2.Mask"),
+    "mask_past_no_bound": (dict(mask=Mask(2**31 - 1, 0)), ValueError, r"left=2147483647 .* must lie between 0"),
+    "scale_underflows": (dict(softmax_scale=1e-50), ValueError, r"softmax_scale=1e-50 must be positive and finite"),
     "scale_0": (dict(softmax_scale=0.0), ValueError, r"softmax_scale=0.0 must be positive and finite"),
     "scale_below_0": (dict(softmax_scale=-1), ValueError, r"softmax_scale=-1.0 must be positive and finite"),
     "scale_nan": (
@@ -307,8 +311,8 @@ ERRORS = {  # name: (arguments that differ from a right call, type, name, value 
         ValueError,
         r"softmax_scale=inf must be positive and finite",
     ),
-    "left_below_0": (dict(mask=Mask(-1, 0)), ValueError, r"left=-1 and right=0 must not be negative"),
-    "right_below_0": (dict(mask=Mask(0, -2)), ValueError, r"left=0 and right=-2 must not be negative"),
+    "left_below_0": (dict(mask=Mask(-1, 0)), ValueError, r"left=-1 and right=0 must lie between 0 and"),
+    "right_below_0": (dict(mask=Mask(0, -2)), ValueError, r"left=0 and right=-2 must lie between 0 and"),
     "one_vector_missing": (
         dict(mask=four(q_hi=None)),
         ValueError,
