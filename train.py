@@ -1,6 +1,6 @@
 """Train a GPT: python train.py configs/quickstart.py [--optim.lr 1e-3 ...]; go on with it: python train.py runs/NAME.
 
-Several GPUs: torchrun --nproc-per-node 2 train.py CONFIG. Read from the bottom up: main, set_up, then train.
+Several GPUs: torchrun --nproc-per-node 2 train.py CONFIG. Read main and set_up at the bottom first, then train.
 """
 import contextlib
 import json
