@@ -13,7 +13,8 @@ from pathlib import Path
 from config import one_line_errors
 from runtime.metrics import read_rows
 
-NOT_SHOWN = {"run.name", "run.dir", "env.started", "env.command", "env.diff", "env.peak_source"}
+NOT_SHOWN = {"run.name", "run.dir", "env.started", "env.command", "env.diff", "env.peak_source",
+             "env.resumed"}
 ALWAYS_SHOWN = {"env.device", "env.dtype", "env.peak_tflops"}          # a speed says nothing without them
 SPEEDS = {"tokens/s, median": ("perf/tokens_per_s", ",.0f"), "step ms, median": ("perf/step_ms", ",.1f"),
           "MFU, median": ("perf/mfu", ".2%"), "MFU full, median": ("perf/mfu_full", ".2%")}

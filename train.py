@@ -63,7 +63,6 @@ def train(job: Job) -> None:
     if job.compiled and job.step < t.max_steps:
         warm_up(job)
     while job.step < t.max_steps:
-        job.clock.start()
         norm, lr = train_step(job)
         job.step, job.tokens = job.step + 1, job.tokens + job.tokens_per_step
         last = job.step == t.max_steps
@@ -91,6 +90,7 @@ def warm_up(job: Job) -> None:
 
 def train_step(job: Job) -> tuple[Tensor, float]:
     """One optimizer step over all micro-batches and ranks, each target weighing the same. -> gradient norm, lr."""
+    job.clock.start()
     c, ranks = job.config, job.ranks
     batches = [job.train_data.batch(job.step, micro, ranks.rank, ranks.world) for micro in range(job.micro_steps)]
     targets = ranks.sum(torch.tensor(sum(int((b.targets >= 0).sum()) for b in batches), device=ranks.device))

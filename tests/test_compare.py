@@ -130,3 +130,9 @@ def test_command_errors_are_one_line_and_code_2(arguments, words):
     done = command(*arguments)
     assert done.returncode == 2 and done.stdout == ""
     assert words in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_environments_of_resumed_parts_are_not_shown(two):
+    path = two[0] / "env.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"resumed": [{"device": "another"}]}))
+    assert "resumed" not in compare.table(two)

@@ -138,7 +138,6 @@ def test_only_the_chosen_attention_shows_in_the_profile(tmp_path, attention):
     job = train.set_up(Path("configs/debug.py"), flags(tmp_path, *more)[1:])
     train.warm_up(job)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        job.clock.start()
         train.train_step(job)
         torch.cuda.synchronize()
     job.metrics.close()
