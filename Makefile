@@ -17,6 +17,7 @@ test: setup lint ## every test that needs no GPU
 test-gpu: setup  ## the kernel tests on the GPU at hand
 	$(BIN)/python -m pytest -m "gpu and not slow"
 
+# triton 3.6's interpreter breaks with numpy 2.4 (any loop with a run-time bound)
 test-compat:     ## the kernels under the oldest triton we support, in an environment of its own
 	$(MAKE) setup VENV=.venv-compat
 	.venv-compat/bin/pip install 'triton==3.6.0' 'numpy<2.4'
