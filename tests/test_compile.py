@@ -20,11 +20,13 @@ import pytest
 HERE = Path(__file__).resolve()
 SHARED = {"sm_80": 99 * 1024, "sm_90": 227 * 1024}       # bytes a block can have; sm_80 is sm_86's and sm_89's too
 
-# Bytes of stack a thread may spill, the larger of triton 3.6's and 3.7's; what is not named spills nothing. FLOAT32 is for tests: it may spill.
+# Bytes of stack a thread may spill, the larger of triton 3.6's and 3.7's; what is not named spills nothing.
+# FLOAT32 is for tests: it may spill.
 SPILLS = {
     ("sm_90", 64, "dkdv"): 152, ("sm_90", 128, "dkdv"): 184, ("sm_90", 256, "dkdv"): 160,
     ("sm_90", 128, "forward"): 16, ("sm_90", 256, "dq"): 16,
-    ("sm_80", 64, "dkdv"): 40, ("sm_80", 128, "dkdv"): 8, ("sm_80", 64, "forward"): 16, ("sm_80", 128, "forward"): 32,
+    ("sm_80", 64, "dkdv"): 40, ("sm_80", 128, "dkdv"): 8,
+    ("sm_80", 64, "forward"): 16, ("sm_80", 128, "forward"): 32,
 }
 
 
