@@ -1,12 +1,14 @@
 """Every knob on one page: a frozen dataclass tree, its file + command-line loader, and the rules between fields.
 
-A config file is Python that names one `config`; another file imports it and calls `change`. The command line overrides
-both. Constructors do not check: `load` checks every field's type and then `validate` the rules that join several.
+A config file is Python that names one `config`; another imports it and calls `change`. The command line overrides both.
+Constructors do not check: `load` checks every field's type, then `validate` the rules that join several.
 """
 import contextlib
 import dataclasses
 import difflib
+import io
 import json
+import re
 import runpy
 import sys
 import typing
@@ -147,9 +149,8 @@ class Config:
     wandb: Wandb = field(default_factory=Wandb)
 
 
-# Every number is >= 0; these are not 0 either.
 POSITIVE = {"data.seq_len", "data.batch", "model.n_layer", "model.n_head", "model.d_model", "model.rope_theta",
-            "model.vocab_multiple", "optim.lr", "optim.eps", "log.every"}
+            "model.vocab_multiple", "optim.lr", "optim.eps", "log.every"}       # every other number may be 0 too
 
 
 def change(base: Config, **sections: dict) -> Config:
@@ -166,12 +167,19 @@ def change(base: Config, **sections: dict) -> Config:
 def load(path: str | Path, argv: list[str] = ()) -> Config:
     """The config of a Python file, or of a run folder's config.json, with the command line's overrides, validated.
 
-    ValueError names the field, its value and the rule; tyro exits with code 2 on an unknown or ill-typed flag."""
+    ValueError names the field, its value and the rule, or the flag and the nearest one."""
     import tyro
     path = Path(path)
     config = from_json(path / "config.json") if path.is_dir() else _from_python(path)
     check_types(config)
-    config = tyro.cli(Config, default=config, args=list(argv), prog=f"train.py {path}")
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            config = tyro.cli(Config, default=config, args=list(argv), prog=f"train.py {path}")
+    except SystemExit as stop:
+        if not stop.code:                                   # --help
+            raise
+        raise ValueError(re.sub(r"[─│╭╮╰╯\s]+", " ", said.getvalue()).strip()) from None
     validate(config)
     return config
 
@@ -200,8 +208,8 @@ def differences(old: Config, new: Config) -> list[str]:
 
 def _from_python(path: Path) -> Config:
     if not path.is_file():
-        known = sorted(str(p) for p in Path(__file__).parent.joinpath("configs").glob("*.py"))
-        close = difflib.get_close_matches(path.stem, [Path(p).stem for p in known], n=1)
+        known = [p.stem for p in Path(__file__).parent.joinpath("configs").glob("*.py")]
+        close = difflib.get_close_matches(path.stem, known, n=1)
         hint = f"; nearest in configs/: {close[0]}.py" if close else ""
         raise ValueError(f"no config file {str(path)!r}{hint}")
     try:
@@ -224,11 +232,9 @@ def check_types(config: Config) -> None:
             value = getattr(part, name)
             try:
                 typeguard.check_type(value, hint, collection_check_strategy=typeguard.CollectionCheckStrategy.ALL_ITEMS)
-                wrong = isinstance(value, bool) and hint is not bool      # True is an int to Python
-            except typeguard.TypeCheckError:
-                wrong = True
-            if wrong:
-                raise ValueError(f"{section.name}.{name}={value!r} must be {_spell(hint)}")
+                _rule(hint is bool or not isinstance(value, bool), "True is an int to Python, not to us")
+            except (typeguard.TypeCheckError, ValueError) as error:
+                raise ValueError(f"{section.name}.{name}={value!r} must be {_spell(hint)}") from error
 
 
 def validate(c: Config) -> None:
@@ -236,26 +242,22 @@ def validate(c: Config) -> None:
     for section in dataclasses.fields(c):
         for name, value in vars(getattr(c, section.name)).items():
             if isinstance(value, int | float):
-                _rule(value >= 0 and value < float("inf"), f"{section.name}.{name}={value} must be a number >= 0")
-                _rule(value > 0 or f"{section.name}.{name}" not in POSITIVE,
-                      f"{section.name}.{name}={value} must be positive")
-    m = c.model
+                full = f"{section.name}.{name}"
+                _rule(0 <= value < float("inf"), f"{full}={value} must be a number >= 0")
+                _rule(value > 0 or full not in POSITIVE, f"{full}={value} must be positive")
+    m, o = c.model, c.optim
     _rule(m.d_model % m.n_head == 0, f"model.d_model={m.d_model} must be a multiple of model.n_head={m.n_head}")
     _rule(m.n_head % (m.n_kv_head or m.n_head) == 0,
           f"model.n_head={m.n_head} must be a multiple of model.n_kv_head={m.n_kv_head}")
     _rule(m.position != "rope" or (m.d_model // m.n_head) % 2 == 0,
           f"model.position='rope' needs an even head width, not d_model / n_head = {m.d_model // m.n_head}")
-    _rule(m.window_pattern and set(m.window_pattern) <= set("LS"),
-          f"model.window_pattern={m.window_pattern!r} must be letters L and S")
-    _rule("S" not in m.window_pattern or m.window > 0,
-          f"model.window_pattern={m.window_pattern!r} has S layers: model.window={m.window} must be at least 1")
-    _rule(m.window == 0 or "S" in m.window_pattern,
-          f"model.window={m.window} is not used: model.window_pattern={m.window_pattern!r} has no S layer")
+    _rule(re.fullmatch("[LS]+", m.window_pattern), f"model.window_pattern={m.window_pattern!r} must be letters L and S")
+    _rule(("S" in m.window_pattern) == (m.window > 0), f"model.window={m.window} with model.window_pattern="
+          f"{m.window_pattern!r}: S layers need a window of 1 or more, and a window needs S layers")
     _rule("/" not in c.run.name, f"run.name={c.run.name!r} must be a name, not a path: run.dir takes one")
     _rule(0 < c.data.val_fraction < 1, f"data.val_fraction={c.data.val_fraction} must lie between 0 and 1")
-    _rule(c.optim.min_lr <= c.optim.lr, f"optim.min_lr={c.optim.min_lr} must not exceed optim.lr={c.optim.lr}")
-    _rule(0 <= c.optim.beta1 < 1 and 0 <= c.optim.beta2 < 1,
-          f"optim.beta1={c.optim.beta1} and optim.beta2={c.optim.beta2} must lie in [0, 1)")
+    _rule(o.min_lr <= o.lr, f"optim.min_lr={o.min_lr} must not exceed optim.lr={o.lr}")
+    _rule(max(o.beta1, o.beta2) < 1, f"optim.beta1={o.beta1} and optim.beta2={o.beta2} must be below 1")
     micro = c.data.batch * c.data.seq_len
     _rule(c.train.tokens_per_step % micro == 0, f"train.tokens_per_step={c.train.tokens_per_step} must be a multiple "
           f"of data.batch * data.seq_len = {micro}")
@@ -277,21 +279,19 @@ def _rule(holds: bool, otherwise: str) -> None:
 
 
 def _known(name: str, part, what: str) -> None:
+    if name not in {f.name for f in dataclasses.fields(part)}:
+        raise ValueError(f"no {what} is called {name!r}; nearest: {_nearest(name, part)}")
+
+
+def _nearest(name: str, part) -> str:
     names = [f.name for f in dataclasses.fields(part)]
-    if name not in names:
-        raise ValueError(f"no {what} is called {name!r}; nearest: {_nearest(name, names)}")
-
-
-def _nearest(name: str, names: list[str]) -> str:
     return (difflib.get_close_matches(name, names, n=1, cutoff=0.0) or names)[0]
 
 
 def _nearest_keyword(message: str) -> str:
     """For a constructor's complaint "... got an unexpected keyword argument 'NAME'": the field that was meant."""
-    if "unexpected keyword argument" not in message or message.split(".")[0] not in globals():
-        return ""
-    kind = globals()[message.split(".")[0]]
-    return f"; nearest: {_nearest(message.split(chr(39))[1], [f.name for f in dataclasses.fields(kind)])}"
+    found = re.match(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", message)
+    return f"; nearest: {_nearest(found[2], globals()[found[1]])}" if found and found[1] in globals() else ""
 
 
 def _spell(hint) -> str:

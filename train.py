@@ -338,7 +338,7 @@ def main(argv: list[str]) -> None:
         train(job)
         done = True
     except KeyboardInterrupt:
-        print(f"interrupted at step {job.step}; go on from its last checkpoint: python train.py {job.folder}")
+        print(f"interrupted at step {job.step}; go on with it: python train.py {job.folder}")
         sys.exit(130)
     finally:
         if job.metrics:

@@ -35,7 +35,7 @@ def test_change_leaves_the_base_alone():
     assert base == Config()
 
 
-def test_unknown_field_names_the_nearest(tmp_path, capsys):
+def test_unknown_field_names_the_nearest(tmp_path):
     with pytest.raises(ValueError, match="no field of optim is called 'weight_decy'; nearest: weight_decay"):
         change(Config(), optim=dict(weight_decy=1e-3))
     with pytest.raises(ValueError, match="no config section is called 'modle'; nearest: model"):
@@ -44,10 +44,8 @@ def test_unknown_field_names_the_nearest(tmp_path, capsys):
     bad.write_text("from config import Config, Model\nconfig = Config(model=Model(n_layers=3))\n")
     with pytest.raises(ValueError, match="'n_layers'; nearest: n_layer"):
         configs.load(bad)
-    with pytest.raises(SystemExit) as stop:
+    with pytest.raises(ValueError, match="Unrecognized options: --model.n-layr, 3 Perhaps you meant: --model.n-layer"):
         configs.load(REPO / "configs/debug.py", ["--model.n-layr", "3"])
-    assert stop.value.code == 2
-    assert "--model.n-layer" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("section, field, value, rule", [
@@ -67,11 +65,15 @@ def test_int_is_a_float():
     configs.check_types(change(Config(), optim=dict(lr=1)))
 
 
-def test_wrong_type_on_the_command_line(capsys):
-    with pytest.raises(SystemExit) as stop:
+def test_wrong_type_on_the_command_line():
+    with pytest.raises(ValueError, match="--data.seq-len"):
         configs.load(REPO / "configs/debug.py", ["--data.seq-len", "long"])
-    assert stop.value.code == 2
-    assert "seq-len" in capsys.readouterr().err
+
+
+def test_help_exits_0_and_knows_every_field(capsys):
+    with pytest.raises(SystemExit) as stop:
+        configs.load(REPO / "configs/debug.py", ["--help"])
+    assert stop.value.code in (0, None) and "--optim.weight-decay" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("change_by, rule", [
@@ -79,13 +81,13 @@ def test_wrong_type_on_the_command_line(capsys):
     (dict(model=dict(n_kv_head=5)), "model.n_head=12 must be a multiple of model.n_kv_head=5"),
     (dict(model=dict(position="rope", d_model=36)), "even head width, not d_model / n_head = 3"),
     (dict(model=dict(window_pattern="LSX")), "model.window_pattern='LSX' must be letters L and S"),
-    (dict(model=dict(window_pattern="LS")), "model.window=0 must be at least 1"),
-    (dict(model=dict(window=64)), "model.window=64 is not used"),
+    (dict(model=dict(window_pattern="LS")), "model.window=0 with model.window_pattern='LS': S layers need a window"),
+    (dict(model=dict(window=64)), "model.window=64 with model.window_pattern='L'"),
     (dict(data=dict(seq_len=0)), "data.seq_len=0 must be positive"),
     (dict(data=dict(val_fraction=1.0)), "data.val_fraction=1.0 must lie between 0 and 1"),
     (dict(optim=dict(lr=0.0, min_lr=0.0)), "optim.lr=0.0 must be positive"),
     (dict(optim=dict(min_lr=1.0)), "optim.min_lr=1.0 must not exceed optim.lr=0.0006"),
-    (dict(optim=dict(beta2=1.0)), "optim.beta2=1.0 must lie in"),
+    (dict(optim=dict(beta2=1.0)), "optim.beta2=1.0 must be below 1"),
     (dict(train=dict(max_steps=-1)), "train.max_steps=-1 must be a number >= 0"),
     (dict(train=dict(tokens_per_step=1000)), "train.tokens_per_step=1000 must be a multiple of data.batch"),
     (dict(optim=dict(lr=float("nan"))), "optim.lr=nan must be a number >= 0"),
