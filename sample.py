@@ -15,17 +15,18 @@ from model import GPT
 from runtime import checkpoint
 
 
-def load(run: Path, device: torch.device) -> tuple[GPT, int]:
-    """The model of a run and the longest row it was trained on. ValueError: no such run, or none of its checkpoints."""
+def load(run: Path, device: torch.device):
+    """A run's GPT, its tokenizer and the length of its rows. ValueError: no such run, or none of its checkpoints."""
     c = configs.from_json(run / "config.json")
     state = checkpoint.load(run, device)
     gpu = device.type == "cuda"
     attention = backends.build(c.model.attention if gpu else "sdpa", device, torch.bfloat16 if gpu else torch.float32,
                                c.model.d_model // c.model.n_head, plain="S" not in c.model.window_pattern,
                                grouped=c.model.n_kv_head not in (0, c.model.n_head))
-    model = GPT(c.model, tokenizer.get(c.data.tokenizer).vocab_size, c.data.seq_len, attention).to(device)
+    text = tokenizer.get(c.data.tokenizer)
+    model = GPT(c.model, text.vocab_size, c.data.seq_len, attention).to(device)
     checkpoint.load_model(model, state["model"])
-    return model.eval(), c.data.seq_len
+    return model.eval(), text, c.data.seq_len
 
 
 @torch.no_grad()
@@ -59,8 +60,7 @@ def main(argv: list[str]) -> None:
                              f"--prompt={args.prompt!r} not be empty")
         if args.tokens < 0 or args.top_k < 0:
             raise ValueError(f"--tokens={args.tokens} and --top-k={args.top_k} must not be negative")
-        model, seq_len = load(args.run, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-        text = tokenizer.get(configs.from_json(args.run / "config.json").data.tokenizer)
+        model, text, seq_len = load(args.run, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         torch.manual_seed(args.seed)
     prompt = text.encode(args.prompt).tolist()
     sampled = generate(model, prompt, args.tokens, seq_len, args.temperature, args.top_k, text.end_id)

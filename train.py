@@ -22,7 +22,7 @@ from data.loader import Batch, Loader
 from flash_attn2 import backends
 from model import GPT, parameter_groups
 from runtime import checkpoint, flops, parallel
-from runtime.metrics import Metrics, environment
+from runtime.metrics import Metrics, environment, write_whole
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -281,8 +281,8 @@ def write_record(job: Job, path: Path, peak: tuple[float | None, str], state: di
     if resumed:                                         # the first part's environment stays, later ones stand below it
         first = json.loads((job.folder / "env.json").read_text())
         env = first | {"resumed": [*first.get("resumed", []), env]}
-    checkpoint.write_whole(job.folder / "env.json", json.dumps(env, indent=2) + "\n")
-    checkpoint.write_whole(job.folder / "config.json", configs.to_json(c))
+    write_whole(job.folder / "env.json", json.dumps(env, indent=2) + "\n")
+    write_whole(job.folder / "config.json", configs.to_json(c))
     n_params = sum(p.numel() for p in job.model.parameters())
     start = f"resuming at step {job.step}" if resumed else "run"
     print(f"{start}: {job.folder} on {name}, {dtype}, {'compiled' if job.compiled else 'eager'}", flush=True)

@@ -63,16 +63,6 @@ def load_model(model: nn.Module, weights: dict) -> None:
     model.load_state_dict(weights)
 
 
-def write_whole(path: Path, text: str) -> None:
-    """The old file or the new one, whenever the power goes."""
-    partial = path.with_name(path.name + ".partial")
-    with open(partial, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-
-
 def random_state(device: torch.device) -> dict:
     state = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":

@@ -125,17 +125,21 @@ def read_rows(path: Path) -> list[dict]:
     return rows
 
 
+def write_whole(path: Path, text: str) -> None:
+    """The old file or the new one, whenever the power goes."""
+    partial = path.with_name(path.name + ".partial")
+    with open(partial, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
 def cut_rows(path: Path, step: int) -> None:
     """Drop the rows after `step`, atomically: a kill leaves the old file or the new. No file: no change."""
     if not path.exists():
         return
-    rows = [row for row in read_rows(path) if row["step"] <= step]
-    short = path.with_suffix(".jsonl.tmp")
-    with open(short, "w") as file:
-        file.writelines(map(_line, rows))
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(short, path)
+    write_whole(path, "".join(_line(row) for row in read_rows(path) if row["step"] <= step))
 
 
 def console_lines(row: dict, max_steps: int) -> list[str]:

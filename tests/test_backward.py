@@ -266,6 +266,7 @@ def test_directional_finite_difference(device):
     ids=["Tq_below_Tk", "window", "documents"],
 )
 def test_any_tile_shape(case, block_m, block_n, device, poison, monkeypatch):
+    """Forward and backward."""
     monkeypatch.setattr(tiles, "INTERPRETER", tiles.Tile(block_m, block_n, 4, 1))
     x = make_inputs(case, torch.float32, device)
     mask, seen = make_mask(case, device)

@@ -145,18 +145,6 @@ def test_only_step_folders_are_checkpoints(tmp_path):
     assert [p.name for p in checkpoint.steps(tmp_path)] == ["step_00000001"]
 
 
-def test_write_whole_leaves_the_old_file_when_it_fails(tmp_path, monkeypatch):
-    path = tmp_path / "config.json"
-    checkpoint.write_whole(path, "old")
-
-    def fail(handle):
-        raise OSError("disk full")
-    monkeypatch.setattr(checkpoint.os, "fsync", fail)
-    with pytest.raises(OSError):
-        checkpoint.write_whole(path, "new")
-    assert path.read_text() == "old"
-
-
 def test_holds_only_tensors_and_plain_types(tmp_path):
     train.main(flags(tmp_path, "--train.max-steps", "2"))
     state = torch.load(checkpoint.steps(tmp_path / "run")[-1] / "state.pt", weights_only=True)

@@ -11,7 +11,7 @@ from attention_cases import (
     on_both,
 )
 
-from flash_attn2 import causal_mask, flash_attention, tiles
+from flash_attn2 import causal_mask, flash_attention
 
 LARGE = Case(1024, H=6, H_kv=3, B=2)
 LARGE_DOCUMENTS = Case(2048, H=6, H_kv=3, B=2, docs=((500, 1548), (1, 2047)))
@@ -133,21 +133,6 @@ def test_repeats_bit_for_bit(case, dtype, device):
     for _ in range(2 if device.type == "cpu" else 50):
         again, lse_again = flash_attention(x.q, x.k, x.v, mask)
         assert torch.equal(o, again) and torch.equal(lse, lse_again)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the tile of the interpreter")
-@pytest.mark.parametrize("block_m, block_n", [(16, 32), (32, 16), (32, 128), (128, 32)])
-@pytest.mark.parametrize(
-    "case",
-    [Case(65, 97, H=1, D=16), Case(70, 40, H=1, D=16, window=20), Case(100, H=1, D=16, docs=((33, 1, 66),))],
-    ids=["Tq_below_Tk", "window", "documents"],
-)
-def test_any_tile_shape(case, block_m, block_n, device, poison, monkeypatch):
-    monkeypatch.setattr(tiles, "INTERPRETER", tiles.Tile(block_m, block_n, 4, 1))
-    x = make_inputs(case, torch.float32, device)
-    mask, seen = make_mask(case, device)
-    o, lse = flash_attention(x.q, x.k, x.v, mask)
-    assert_as_good_as_torch(dict(o=o.detach(), lse=lse.detach()), x, seen)
 
 
 @pytest.mark.parametrize(

@@ -452,3 +452,14 @@ def test_offline_opens_no_internet_socket(tmp_path):
               "    return connect(self, address)\n"
               "connect = socket.socket.connect; socket.socket.connect = refuse")
     assert "W&B offline: " in start(tmp_path, program(tmp_path / "run", "offline", before=before))
+
+def test_write_whole_leaves_the_old_file_when_it_fails(tmp_path, monkeypatch):
+    path = tmp_path / "config.json"
+    metrics.write_whole(path, "old")
+
+    def fail(handle):
+        raise OSError("disk full")
+    monkeypatch.setattr(metrics.os, "fsync", fail)
+    with pytest.raises(OSError):
+        metrics.write_whole(path, "new")
+    assert path.read_text() == "old"

@@ -48,7 +48,7 @@ def test_bad_input_is_one_line(capsys, arguments, part):
 
 
 def test_top_k_of_one_is_the_likeliest(run):
-    model, seq_len = sample.load(run, torch.device("cpu"))
+    model, _, seq_len = sample.load(run, torch.device("cpu"))
     tokens = list(b"the cat")
     [token] = sample.generate(model, tokens, 1, seq_len, 1.0, 1, 256)
     assert token == int(model(torch.tensor([tokens]))[0, -1].argmax())
