@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .forward import LOG2E, addressable, on_device
+from .forward import LOG2E, addressable, capped, on_device, scales
 from .masks import Mask, first_row, interval, tile_range
 from .tiles import load_rows, padded, store_rows, tile
 
@@ -38,8 +38,8 @@ def delta_kernel(o_ptr, do_ptr, lse_ptr, dlse_ptr, delta_ptr, stride_ob, stride_
 
 @triton.jit
 def walk_queries(dk, dv, k, v, q_base, do_base, lse_ptr, delta_ptr, stride_qt, stride_dt, Tq, q_lo, q_hi,
-                 begin, end, gap_at, gap, scale_log2, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
-                 MASKED: tl.constexpr):
+                 begin, end, gap_at, gap, scale_log2, tanh_scale, D: tl.constexpr, D_PAD: tl.constexpr,
+                 BLOCK_M: tl.constexpr, MASKED: tl.constexpr):
     """Query tiles begin .. end - 1; the edge walk (MASKED) jumps over `gap` full tiles at tile `gap_at`."""
     for step in range(begin, end):
         m0 = first_row(step, gap_at, gap, BLOCK_M, MASKED)
@@ -48,12 +48,14 @@ def walk_queries(dk, dv, k, v, q_base, do_base, lse_ptr, delta_ptr, stride_qt, s
         do = load_rows(do_base, m0, Tq, stride_dt, D, D_PAD, BLOCK_M, WHOLE=not MASKED)
         lse = tl.load(lse_ptr + i, mask=i < Tq, other=0.0)
         delta = tl.load(delta_ptr + i, mask=i < Tq, other=0.0)
-        s_t = tl.dot(k, tl.trans(q), input_precision="ieee")                        # (BLOCK_N, BLOCK_M)
+        s_t = capped(tl.dot(k, tl.trans(q), input_precision="ieee"), tanh_scale)    # (BLOCK_N, BLOCK_M)
         p_t = tl.exp2(s_t * scale_log2 - (lse * LOG2E)[None, :])
         if MASKED:
             p_t = tl.where((i[None, :] >= q_lo[:, None]) & (i[None, :] <= q_hi[:, None]), p_t, 0.0)
         dp_t = tl.dot(v, tl.trans(do), input_precision="ieee")                      # (BLOCK_N, BLOCK_M)
         ds_t = p_t * (dp_t - delta[None, :])
+        if tanh_scale is not None:
+            ds_t *= 1.0 - s_t * s_t
         dv = tl.dot(p_t.to(do.dtype), do, dv, input_precision="ieee")               # (BLOCK_N, D_PAD)
         dk = tl.dot(ds_t.to(q.dtype), q, dk, input_precision="ieee")                # (BLOCK_N, D_PAD)
     return dk, dv
@@ -63,7 +65,7 @@ def walk_queries(dk, dv, k, v, q_base, do_base, lse_ptr, delta_ptr, stride_qt, s
 def dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, q_lo_ptr, q_hi_ptr,
                 stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
                 stride_db, stride_dt, stride_dh, stride_gb, stride_gt, stride_gh,
-                Tq, Tk, H_kv, group, left, right, softmax_scale, scale_log2,
+                Tq, Tk, H_kv, group, left, right, softmax_scale, scale_log2, tanh_scale,
                 D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                 VECTORS: tl.constexpr):
     n_tiles = tl.cdiv(Tk, BLOCK_N)
@@ -89,9 +91,11 @@ def dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
         do_base = do_ptr + b * stride_db + h * stride_dh
         row = (b * H_kv * group + h) * Tq
         dk, dv = walk_queries(dk, dv, k, v, q_base, do_base, lse_ptr + row, delta_ptr + row, stride_qt, stride_dt, Tq,
-                              q_lo, q_hi, begin, end - gap, full_begin, gap, scale_log2, D, D_PAD, BLOCK_M, MASKED=True)
+                              q_lo, q_hi, begin, end - gap, full_begin, gap, scale_log2, tanh_scale, D, D_PAD, BLOCK_M,
+                              MASKED=True)
         dk, dv = walk_queries(dk, dv, k, v, q_base, do_base, lse_ptr + row, delta_ptr + row, stride_qt, stride_dt, Tq,
-                              q_lo, q_hi, full_begin, full_end, 0, 0, scale_log2, D, D_PAD, BLOCK_M, MASKED=False)
+                              q_lo, q_hi, full_begin, full_end, 0, 0, scale_log2, tanh_scale, D, D_PAD, BLOCK_M,
+                              MASKED=False)
     grad = b * stride_gb + h_kv * stride_gh
     store_rows(dk_ptr + grad, dk * softmax_scale, n0, Tk, stride_gt, D, D_PAD, BLOCK_N)
     store_rows(dv_ptr + grad, dv, n0, Tk, stride_gt, D, D_PAD, BLOCK_N)
@@ -99,19 +103,21 @@ def dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
 
 @triton.jit
 def walk_keys_for_dq(dq, q, do, lse_log2, delta, k_base, v_base, stride_kt, stride_vt, Tk, lo, hi,
-                     begin, end, gap_at, gap, scale_log2,
+                     begin, end, gap_at, gap, scale_log2, tanh_scale,
                      D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr):
     for step in range(begin, end):
         n0 = first_row(step, gap_at, gap, BLOCK_N, MASKED)
         k = load_rows(k_base, n0, Tk, stride_kt, D, D_PAD, BLOCK_N, WHOLE=not MASKED)
         v = load_rows(v_base, n0, Tk, stride_vt, D, D_PAD, BLOCK_N, WHOLE=not MASKED)
-        s = tl.dot(q, tl.trans(k), input_precision="ieee")                          # (BLOCK_M, BLOCK_N)
+        s = capped(tl.dot(q, tl.trans(k), input_precision="ieee"), tanh_scale)      # (BLOCK_M, BLOCK_N)
         p = tl.exp2(s * scale_log2 - lse_log2[:, None])
         if MASKED:
             j = n0 + tl.arange(0, BLOCK_N)
             p = tl.where((j[None, :] >= lo[:, None]) & (j[None, :] <= hi[:, None]), p, 0.0)
         dp = tl.dot(do, tl.trans(v), input_precision="ieee")                        # (BLOCK_M, BLOCK_N)
         ds = p * (dp - delta[:, None])
+        if tanh_scale is not None:
+            ds *= 1.0 - s * s
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")                  # (BLOCK_M, D_PAD)
     return dq
 
@@ -120,7 +126,7 @@ def walk_keys_for_dq(dq, q, do, lse_log2, delta, k_base, v_base, stride_kt, stri
 def dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, lo_ptr, hi_ptr,
               stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
               stride_db, stride_dt, stride_dh, stride_gb, stride_gt, stride_gh,
-              Tq, Tk, H, group, left, right, softmax_scale, scale_log2,
+              Tq, Tk, H, group, left, right, softmax_scale, scale_log2, tanh_scale,
               D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
               VECTORS: tl.constexpr):
     n_tiles = tl.cdiv(Tq, BLOCK_M)
@@ -144,14 +150,14 @@ def dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, lo_ptr, h
     delta = tl.load(delta_ptr + row, mask=i < Tq, other=0.0)
     dq = tl.zeros([BLOCK_M, D_PAD], tl.float32)
     dq = walk_keys_for_dq(dq, q, do, lse_log2, delta, k_base, v_base, stride_kt, stride_vt, Tk, lo, hi,
-                          full_begin, full_end, 0, 0, scale_log2, D, D_PAD, BLOCK_N, MASKED=False)
+                          full_begin, full_end, 0, 0, scale_log2, tanh_scale, D, D_PAD, BLOCK_N, MASKED=False)
     dq = walk_keys_for_dq(dq, q, do, lse_log2, delta, k_base, v_base, stride_kt, stride_vt, Tk, lo, hi,
-                          begin, end - gap, full_begin, gap, scale_log2, D, D_PAD, BLOCK_N, MASKED=True)
+                          begin, end - gap, full_begin, gap, scale_log2, tanh_scale, D, D_PAD, BLOCK_N, MASKED=True)
     store_rows(dq_ptr + b * stride_gb + h * stride_gh, dq * softmax_scale, m0, Tq, stride_gt, D, D_PAD, BLOCK_M)
 
 
 def backward(do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, mask: Mask,
-             softmax_scale: float) -> tuple[Tensor, Tensor, Tensor]:
+             softmax_scale: float, softcap: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
     """-> dq, dk, dv, contiguous, shaped as q, k, v. do (B, Tq, H, D), any strides; dlse (B, H, Tq) float32 or None."""
     q, k, v, o, do = map(addressable, (q, k, v, o, do))
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
@@ -160,7 +166,7 @@ def backward(do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o
     Tk, H_kv = k.shape[1:3]
     inputs = (q, k, v, do, lse, delta)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3])
-    masked = (mask.left, mask.right, softmax_scale, softmax_scale * LOG2E.value)
+    masked = (mask.left, mask.right, softmax_scale, *scales(softmax_scale, softcap))
     static = dict(D=D, D_PAD=padded(D), VECTORS=mask.lo is not None)
     with on_device(q):
         if q.numel():

@@ -21,13 +21,22 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def walk_keys(acc, m, l, q, k_base, v_base, stride_kt, stride_vt, Tk, lo, hi, begin, end, gap_at, gap, scale_log2,
-              D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr):
+def capped(s, tanh_scale):
+    """Softcap: tanh(s * softmax_scale / softcap). What multiplies it, softcap, is in scale_log2. s itself without."""
+    if tanh_scale is not None:
+        s = 1.0 - 2.0 / (tl.exp2(s * (tanh_scale * (2.0 * LOG2E))) + 1.0)
+    return s
+
+
+@triton.jit
+def walk_keys(acc, m, l, q, k_base, v_base, stride_kt, stride_vt, Tk, lo, hi, begin, end, gap_at, gap,
+              scale_log2, tanh_scale, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
+              MASKED: tl.constexpr):
     """Key tiles begin .. end - 1; the edge walk (MASKED) jumps over `gap` full tiles at tile `gap_at`."""
     for step in range(begin, end):
         n0 = first_row(step, gap_at, gap, BLOCK_N, MASKED)
         k = load_rows(k_base, n0, Tk, stride_kt, D, D_PAD, BLOCK_N, WHOLE=not MASKED)
-        s = tl.dot(q, tl.trans(k), input_precision="ieee")                          # (BLOCK_M, BLOCK_N)
+        s = capped(tl.dot(q, tl.trans(k), input_precision="ieee"), tanh_scale)      # (BLOCK_M, BLOCK_N)
         if MASKED:
             j = n0 + tl.arange(0, BLOCK_N)
             s = tl.where((j[None, :] >= lo[:, None]) & (j[None, :] <= hi[:, None]), s, float("-inf"))
@@ -49,7 +58,7 @@ def walk_keys(acc, m, l, q, k_base, v_base, stride_kt, stride_vt, Tk, lo, hi, be
 def forward_kernel(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, lo_ptr, hi_ptr,
                    stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh,
                    stride_vb, stride_vt, stride_vh, stride_ob, stride_ot, stride_oh,
-                   Tq, Tk, H, group, left, right, scale_log2,
+                   Tq, Tk, H, group, left, right, scale_log2, tanh_scale,
                    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                    VECTORS: tl.constexpr):
     n_tiles = tl.cdiv(Tq, BLOCK_M)
@@ -71,16 +80,17 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, lo_ptr, hi_ptr,
     acc = tl.zeros([BLOCK_M, D_PAD], tl.float32)
     gap = full_end - full_begin
     acc, m, l = walk_keys(acc, m, l, q, k_base, v_base, stride_kt, stride_vt, Tk, lo, hi,
-                          full_begin, full_end, 0, 0, scale_log2, D, D_PAD, BLOCK_N, MASKED=False)
+                          full_begin, full_end, 0, 0, scale_log2, tanh_scale, D, D_PAD, BLOCK_N, MASKED=False)
     acc, m, l = walk_keys(acc, m, l, q, k_base, v_base, stride_kt, stride_vt, Tk, lo, hi,
-                          begin, end - gap, full_begin, gap, scale_log2, D, D_PAD, BLOCK_N, MASKED=True)
+                          begin, end - gap, full_begin, gap, scale_log2, tanh_scale, D, D_PAD, BLOCK_N, MASKED=True)
     l = tl.where(l == 0.0, 1.0, l)                     # a row without keys: o = 0, and m = -inf makes its lse -inf
     lse = (m + tl.log2(l)) * LN2
     store_rows(o_ptr + b * stride_ob + h * stride_oh, acc / l[:, None], m0, Tq, stride_ot, D, D_PAD, BLOCK_M)
     tl.store(lse_ptr + (b * H + h) * Tq + i, lse, mask=i < Tq)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, softmax_scale: float) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, softmax_scale: float,
+            softcap: float = 0.0) -> tuple[Tensor, Tensor]:
     """-> o (B, Tq, H, D) as q, lse (B, H, Tq) float32 in nats. q (B, Tq, H, D), k and v (B, Tk, H_kv, D), checked."""
     B, Tq, H, D = q.shape
     Tk, H_kv = k.shape[1:3]
@@ -93,9 +103,16 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, softmax_scale: float) -
     with on_device(q):
         forward_kernel[(triton.cdiv(Tq, t.BLOCK_M) * B * H,)](
             q, k, v, o, lse, mask.lo, mask.hi, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *o.stride()[:3],
-            Tq, Tk, H, H // H_kv, mask.left, mask.right, softmax_scale * LOG2E.value, D=D, D_PAD=padded(D),
+            Tq, Tk, H, H // H_kv, mask.left, mask.right, *scales(softmax_scale, softcap), D=D, D_PAD=padded(D),
             VECTORS=mask.lo is not None, **t._asdict())
     return o, lse
+
+
+def scales(softmax_scale: float, softcap: float) -> tuple[float, float | None]:
+    """scale_log2 and tanh_scale: the base-2 logit is scale_log2 * capped(s, tanh_scale)."""
+    if softcap:
+        return softcap * LOG2E.value, softmax_scale / softcap
+    return softmax_scale * LOG2E.value, None
 
 
 def addressable(x: Tensor) -> Tensor:

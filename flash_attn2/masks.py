@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 NO_BOUND = 2**30      # keys on one side; leaves room for i + NO_BOUND in int32
 
@@ -57,6 +58,24 @@ def from_bounds(lo: Tensor, hi: Tensor, Tk: int) -> Mask:
     q_lo = torch.searchsorted(hi, j, out_int32=True)                        # queries that end before j
     q_hi = torch.searchsorted(lo, j, right=True, out_int32=True) - 1        # the last query that begins by j
     return Mask(lo=lo, hi=hi, q_lo=q_lo, q_hi=q_hi)
+
+
+def pairs(mask: Mask, B: int, Tq: int, Tk: int) -> int:
+    """How many (query, key) pairs `mask` lets attend in B rows. Vectors are read, which waits for the GPU; fake ones
+    (no values, as when only shapes are traced) count as plain causal."""
+    if mask.lo is None:
+        return B * (_staircase(Tq, Tk, mask.right) - _staircase(Tq, Tk, -mask.left - 1))
+    if isinstance(mask.lo, FakeTensor):
+        return pairs(causal_mask(), B, Tq, Tk)
+    return int((mask.hi - mask.lo + 1).sum(dtype=torch.int64))
+
+
+def _staircase(Tq: int, Tk: int, offset: int) -> int:
+    """Pairs with j <= i + Tk - Tq + offset: the sum over i of that bound + 1, cut to 0 .. Tk."""
+    def triangle(n: int) -> int:
+        return n * (n + 1) // 2 if n > 0 else 0
+    first = Tk - Tq + offset
+    return triangle(Tq + first) - triangle(first) - triangle(Tq + first - Tk) + triangle(first - Tk)
 
 
 @triton.jit

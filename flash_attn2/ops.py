@@ -4,36 +4,39 @@ import os
 import torch
 from torch import Tensor
 from torch.library import custom_op
+from torch.utils.flop_counter import register_flop_formula
 
 from .backward import backward
 from .forward import forward
-from .masks import NO_BOUND, Mask
+from .masks import NO_BOUND, Mask, pairs
 
 MAX_HEAD_DIM = 256
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask,
-                    softmax_scale: float | None = None) -> tuple[Tensor, Tensor]:
+                    softmax_scale: float | None = None, softcap: float = 0.0) -> tuple[Tensor, Tensor]:
     """softmax(q k^T * softmax_scale) v over the keys that `mask` lets each query see, differentiable in q, k, v.
 
     q (B, Tq, H, D), k and v (B, Tk, H_kv, D), H a multiple of H_kv, D at most 256; float16 or bfloat16 (float32 for
-    tests) of any strides. softmax_scale > 0, 1 / sqrt(D) by default. Returns o (B, Tq, H, D) in q's dtype and lse
-    (B, H, Tq) in float32, natural log, differentiable too. A query that sees no key gets o = 0, lse = -inf and no
-    gradient. Raises ValueError or TypeError before any launch."""
-    check(q, k, v, mask, softmax_scale)
+    tests) of any strides; under autocast float32 becomes its dtype. softmax_scale > 0, 1 / sqrt(D) by default. softcap
+    > 0 bends each logit x to softcap * tanh(x / softcap). Returns o (B, Tq, H, D) in q's dtype and lse (B, H, Tq) in
+    float32, natural log, differentiable too. A query that sees no key gets o = 0, lse = -inf and no gradient. Repeats
+    bit for bit. Raises ValueError or TypeError before any launch."""
+    q, k, v = _autocast(q, k, v)
+    check(q, k, v, mask, softmax_scale, softcap)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
-    return FlashAttention2.apply(q, k, v, *mask[2:], mask.left, mask.right, scale)
+    return FlashAttention2.apply(q, k, v, *mask[2:], mask.left, mask.right, scale, float(softcap))
 
 
 class FlashAttention2(torch.autograd.Function):
     """Saves tensors and calls the two ops, nothing else."""
 
     @staticmethod
-    def forward(ctx, q, k, v, lo, hi, q_lo, q_hi, left, right, softmax_scale):
-        o, lse = torch.ops.flash_attn2.forward(q, k, v, lo, hi, left, right, softmax_scale)
+    def forward(ctx, q, k, v, lo, hi, q_lo, q_hi, left, right, softmax_scale, softcap):
+        o, lse = torch.ops.flash_attn2.forward(q, k, v, lo, hi, left, right, softmax_scale, softcap)
         ctx.save_for_backward(q, k, v, o, lse, lo, hi, q_lo, q_hi)
-        ctx.left, ctx.right, ctx.softmax_scale = left, right, softmax_scale
+        ctx.scalars = left, right, softmax_scale, softcap
         ctx.set_materialize_grads(False)
         return o, lse
 
@@ -42,19 +45,18 @@ class FlashAttention2(torch.autograd.Function):
     def backward(ctx, do, dlse):
         q, k, v, o, lse, *bounds = ctx.saved_tensors
         do = torch.zeros_like(o) if do is None else do
-        grads = torch.ops.flash_attn2.backward(do, dlse, q, k, v, o, lse, *bounds, ctx.left, ctx.right,
-                                               ctx.softmax_scale)
-        return *grads, None, None, None, None, None, None, None
+        grads = torch.ops.flash_attn2.backward(do, dlse, q, k, v, o, lse, *bounds, *ctx.scalars)
+        return *grads, *[None] * 8
 
 
 @custom_op("flash_attn2::forward", mutates_args=())
 def _forward(q: Tensor, k: Tensor, v: Tensor, lo: Tensor | None, hi: Tensor | None, left: int, right: int,
-             softmax_scale: float) -> tuple[Tensor, Tensor]:
-    return forward(q, k, v, Mask(left, right, lo, hi), softmax_scale)
+             softmax_scale: float, softcap: float) -> tuple[Tensor, Tensor]:
+    return forward(q, k, v, Mask(left, right, lo, hi), softmax_scale, softcap)
 
 
 @_forward.register_fake
-def _(q, k, v, lo, hi, left, right, softmax_scale):
+def _(q, k, v, lo, hi, left, right, softmax_scale, softcap):
     B, Tq, H, D = q.shape
     return q.new_empty(B, Tq, H, D), q.new_empty(B, H, Tq, dtype=torch.float32)
 
@@ -62,16 +64,36 @@ def _(q, k, v, lo, hi, left, right, softmax_scale):
 @custom_op("flash_attn2::backward", mutates_args=())
 def _backward(do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
               lo: Tensor | None, hi: Tensor | None, q_lo: Tensor | None, q_hi: Tensor | None,
-              left: int, right: int, softmax_scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    return backward(do, dlse, q, k, v, o, lse, Mask(left, right, lo, hi, q_lo, q_hi), softmax_scale)
+              left: int, right: int, softmax_scale: float, softcap: float) -> tuple[Tensor, Tensor, Tensor]:
+    return backward(do, dlse, q, k, v, o, lse, Mask(left, right, lo, hi, q_lo, q_hi), softmax_scale, softcap)
 
 
 @_backward.register_fake
-def _(do, dlse, q, k, v, o, lse, lo, hi, q_lo, q_hi, left, right, softmax_scale):
+def _(do, dlse, q, k, v, o, lse, lo, hi, q_lo, q_hi, left, right, softmax_scale, softcap):
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def check(q: Tensor, k: Tensor, v: Tensor, mask: Mask, softmax_scale: float | None) -> None:
+@register_flop_formula(torch.ops.flash_attn2.forward, get_raw=True)
+def forward_flops(q, k, v, lo, hi, left, right, softmax_scale, softcap, **_) -> int:
+    """Two products of 2 D FLOPs for each pair that attends, in each head; masked pairs are not counted."""
+    B, Tq, H, D = q.shape
+    return 4 * D * H * pairs(Mask(left, right, lo, hi), B, Tq, k.shape[1])
+
+
+@register_flop_formula(torch.ops.flash_attn2.backward, get_raw=True)
+def backward_flops(do, dlse, q, k, v, o, lse, lo, hi, q_lo, q_hi, left, right, softmax_scale, softcap, **_) -> int:
+    """Five products where the forward has two: what the mathematics needs, not the seven that two kernels run."""
+    return forward_flops(q, k, v, lo, hi, left, right, softmax_scale, softcap) * 5 // 2
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    kind = tensors[0].device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return tensors
+    return tuple(x.to(torch.get_autocast_dtype(kind)) if x.dtype == torch.float32 else x for x in tensors)
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, mask: Mask, softmax_scale: float | None, softcap: float = 0.0) -> None:
     """Raises ValueError or TypeError with the name, the value and the rule."""
     for name, x in dict(q=q, k=k, v=v).items():
         if x.dim() != 4:
@@ -91,6 +113,8 @@ def check(q: Tensor, k: Tensor, v: Tensor, mask: Mask, softmax_scale: float | No
         raise ValueError(f"head width {D} must lie between 1 and {MAX_HEAD_DIM}")
     if softmax_scale is not None and not 1e-30 <= softmax_scale <= 1e30:
         raise ValueError(f"softmax_scale={float(softmax_scale)} must be positive and finite, within 1e-30 and 1e30")
+    if softcap and not 1e-3 <= softcap <= 1e6:
+        raise ValueError(f"softcap={float(softcap)} must be 0 (none) or lie between 0.001 and 1e6")
     _check_mask(mask, B, Tq, Tk, q.device)
     if q.device.type == "cpu":
         _check_interpreter(q)

@@ -28,16 +28,19 @@ def seen(Tq: int, Tk: int, *, causal: bool = True, window: tuple[int, int] | Non
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor,
-              softmax_scale: float | None = None) -> tuple[Tensor, Tensor]:
+              softmax_scale: float | None = None, softcap: float = 0.0) -> tuple[Tensor, Tensor]:
     """softmax(q k^T * softmax_scale) v over the seen keys: o (B, Tq, H, D) and lse (B, H, Tq) in nats, both float64.
 
     q (B, Tq, H, D), k and v (B, Tk, H_kv, D) of any dtype; query head h uses key head h // (H / H_kv). mask as `seen`
-    gives it. A query that sees no key has o = 0 and lse = -inf, and passes no gradient."""
+    gives it. softcap bends the logits x to softcap * tanh(x / softcap). A query that sees no key has o = 0 and
+    lse = -inf, and passes no gradient."""
     group = q.shape[2] // k.shape[2]
     k, v = (x.double().repeat_interleave(group, dim=2) for x in (k, v))
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     mask = mask[None, None] if mask.dim() == 2 else mask[:, None]               # (B or 1, 1, Tq, Tk)
     s = torch.einsum("bihd,bjhd->bhij", q.double(), k) * scale
+    if softcap:
+        s = softcap * (s / softcap).tanh()
     empty = ~mask.any(-1, keepdim=True)                                          # softmax of nothing: 0, not NaN
     s = s.masked_fill(~mask, float("-inf")).masked_fill(empty, 0.0)
     p = s.softmax(-1).masked_fill(empty, 0.0)

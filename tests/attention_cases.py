@@ -30,6 +30,7 @@ class Case(NamedTuple):
     )
     q_times: float = 1.0
     softmax_scale: float | None = None
+    softcap: float = 0.0
 
     @property
     def keys(self) -> int:
@@ -86,6 +87,8 @@ SMALL = {
     "q_times_5": Case(97, H=1, q_times=5.0),
     "q_times_5_Tq_above_Tk": Case(127, 97, H=1, q_times=5.0),
     "softmax_scale_1": Case(65, H=1, D=16, softmax_scale=1.0),
+    "softcap": Case(130, H=2, H_kv=1, D=16, q_times=5.0, softcap=3.0),
+    "softcap_Tq_above_Tk": Case(130, 65, H=1, D=16, softcap=30.0),
 }
 SMALL_HALF = [
     "T65",
@@ -136,6 +139,8 @@ LARGE = {
     "D40": Case(1000, H=6, H_kv=3, D=40),
     "D96": Case(1000, H=6, H_kv=3, D=96),
     "D256": Case(1000, H=6, H_kv=3, D=256),
+    "D64_softcap": Case(1024, H=6, H_kv=3, q_times=5.0, softcap=15.0),
+    "D128_softcap": Case(1000, H=6, H_kv=3, D=128, q_times=5.0, softcap=15.0),
 }
 LARGE_HALF = ["D64_T1000", "D64_documents", "D64_q_times_5", "D128"]
 
@@ -208,7 +213,7 @@ def segment_mask(segments: tuple[tuple[int, int], ...], B: int, device: torch.de
 
 
 def in_own_dtype(
-    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, softmax_scale: float | None = None
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, softmax_scale: float | None = None, softcap: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """The reference's maths with every step rounded to q's dtype; lse, a float32 result, from float32."""
     group = q.shape[2] // k.shape[2]
@@ -219,6 +224,7 @@ def in_own_dtype(
 
     def scores(q, k):
         s = torch.einsum("bihd,bjhd->bhij", q, k * scale)
+        s = softcap * (s / softcap).tanh() if softcap else s
         return s.masked_fill(~seen, float("-inf")).masked_fill(empty, 0.0)
     p = scores(q, k).softmax(-1).masked_fill(empty, 0.0)
     lse = scores(q.float(), k.float()).logsumexp(-1).masked_fill(empty[..., 0], float("-inf"))
@@ -226,7 +232,7 @@ def in_own_dtype(
 
 
 def by_rows(
-    attend, x: Inputs, seen: Tensor, softmax_scale: float | None, chunk: int = 1024
+    attend, x: Inputs, seen: Tensor, softmax_scale: float | None, softcap: float = 0.0, chunk: int = 1024
 ) -> dict[str, Tensor]:
     """o, lse, dq, dk, dv of a dense attention, a chunk of query rows at a time: no T^2 scores in memory."""
     q, k, v = (t.detach().requires_grad_() for t in x[:3])
@@ -234,7 +240,7 @@ def by_rows(
     for i in range(0, q.shape[1], chunk):
         rows = slice(i, i + chunk)
         q_rows = q[:, rows].detach().requires_grad_()
-        o, lse = attend(q_rows, k, v, seen[..., rows, :], softmax_scale)
+        o, lse = attend(q_rows, k, v, seen[..., rows, :], softmax_scale, softcap)
         grads = torch.autograd.grad(
             (o, lse), (q_rows, k, v), (x.do[:, rows].to(o.dtype), x.dlse[..., rows].to(lse.dtype))
         )
@@ -249,21 +255,21 @@ def double(x: Inputs) -> Inputs:
     return Inputs(*(t.detach().double() for t in x))
 
 
-def ours(x: Inputs, mask: Mask, softmax_scale: float | None = None) -> dict[str, Tensor]:
+def ours(x: Inputs, mask: Mask, softmax_scale: float | None = None, softcap: float = 0.0) -> dict[str, Tensor]:
     """o, lse, dq, dk, dv of the kernels."""
-    o, lse = flash_attention(x.q, x.k, x.v, mask, softmax_scale)
+    o, lse = flash_attention(x.q, x.k, x.v, mask, softmax_scale, softcap)
     dq, dk, dv = torch.autograd.grad((o, lse), (x.q, x.k, x.v), (x.do, x.dlse))
     return dict(o=o.detach(), lse=lse.detach(), dq=dq, dk=dk, dv=dv)
 
 
 def assert_as_good_as_torch(
-    got: dict[str, Tensor], x: Inputs, seen: Tensor, softmax_scale: float | None = None
+    got: dict[str, Tensor], x: Inputs, seen: Tensor, softmax_scale: float | None = None, softcap: float = 0.0
 ) -> None:
     """FA's rule, for each of o, lse, dq, dk, dv that `got` has."""
     if "dq" not in got:
         x = x._replace(do=torch.zeros_like(x.do), dlse=torch.zeros_like(x.dlse))
-    exact = by_rows(reference.attention, double(x), seen, softmax_scale)
-    torchs = by_rows(in_own_dtype, x, seen, softmax_scale)
+    exact = by_rows(reference.attention, double(x), seen, softmax_scale, softcap)
+    torchs = by_rows(in_own_dtype, x, seen, softmax_scale, softcap)
     for name, value in got.items():
         factor = 3 if name in ("dq", "dk", "dv") else 2
         assert value.shape == exact[name].shape, name

@@ -32,9 +32,9 @@ def test_as_good_as_torch(case, dtype, device, poison):
     """With a gradient of lse, in nats, in every case."""
     x = make_inputs(case, dtype, device)
     mask, seen = make_mask(case, device)
-    got = ours(x, mask, case.softmax_scale)
+    got = ours(x, mask, case.softmax_scale, case.softcap)
     assert all(got[name].dtype == dtype for name in ("dq", "dk", "dv"))
-    assert_as_good_as_torch(got, x, seen, case.softmax_scale)
+    assert_as_good_as_torch(got, x, seen, case.softmax_scale, case.softcap)
 
 
 @both

@@ -64,7 +64,7 @@ def measure(job: Job) -> dict:
     kernel = {"forward": forward.forward_kernel, "dkdv": backward.dkdv_kernel, "dq": backward.dq_kernel,
               "delta": backward.delta_kernel}[job.kind]
     D = job.head_dim
-    constants = dict(D=D, D_PAD=D)
+    constants = dict(D=D, D_PAD=D, tanh_scale=None)
     options = dict(num_warps=4, num_stages=3)           # what a launch that names none gets
     block = (64, None)
     if job.kind == "delta":

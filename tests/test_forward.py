@@ -21,9 +21,9 @@ LARGE_DOCUMENTS = Case(2048, H=6, H_kv=3, B=2, docs=((500, 1548), (1, 2047)))
 def test_as_good_as_torch(case, dtype, device, poison):
     x = make_inputs(case, dtype, device)
     mask, seen = make_mask(case, device)
-    o, lse = flash_attention(x.q, x.k, x.v, mask, case.softmax_scale)
+    o, lse = flash_attention(x.q, x.k, x.v, mask, case.softmax_scale, case.softcap)
     assert o.dtype == dtype and lse.dtype == torch.float32
-    assert_as_good_as_torch(dict(o=o.detach(), lse=lse.detach()), x, seen, case.softmax_scale)
+    assert_as_good_as_torch(dict(o=o.detach(), lse=lse.detach()), x, seen, case.softmax_scale, case.softcap)
 
 
 @on_both(Case(130, 65), Case(2100, 1000, H=6, H_kv=3))
