@@ -88,7 +88,7 @@ def backward_flops(do, dlse, q, k, v, o, lse, lo, hi, q_lo, q_hi, left, right, s
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     kind = tensors[0].device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+    if kind not in ("cuda", "cpu") or not torch.is_autocast_enabled(kind):
         return tensors
     return tuple(x.to(torch.get_autocast_dtype(kind)) if x.dtype == torch.float32 else x for x in tensors)
 

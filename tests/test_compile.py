@@ -18,16 +18,20 @@ from typing import NamedTuple
 import pytest
 
 HERE = Path(__file__).resolve()
-SHARED = {"sm_80": 99 * 1024, "sm_90": 227 * 1024}       # bytes a block can have; sm_80 is sm_86's and sm_89's too
+# Bytes of shared memory a block can have. sm_80 has 163 KiB, but shares its tiles with three that have 99.
+SHARED = {"sm_80": 99 * 1024, "sm_86": 99 * 1024, "sm_89": 99 * 1024, "sm_120": 99 * 1024,
+          "sm_90": 227 * 1024, "sm_100": 227 * 1024}
+TENSOR_CORE = {"sm_90": "wgmma", "sm_100": "tcgen05"}    # the others: mma
 
-# Bytes of stack a thread may spill, the larger of triton 3.6's and 3.7's; what is not named spills nothing.
-# FLOAT32 is for tests: it may spill.
+# Bytes of stack a thread may spill, by rows of TILES: the largest of their cards and of triton 3.6's and 3.7's. What is
+# not named spills nothing. FLOAT32 is for tests: it may spill.
 SPILLS = {
-    ("sm_90", 64, "dkdv"): 152, ("sm_90", 128, "dkdv"): 184, ("sm_90", 256, "dkdv"): 160,
-    ("sm_90", 128, "forward"): 16, ("sm_90", 256, "dq"): 16,
-    ("sm_80", 64, "dkdv"): 40, ("sm_80", 128, "dkdv"): 8,
-    ("sm_80", 64, "forward"): 16, ("sm_80", 128, "forward"): 32,
+    ("sm_90", 64, "dkdv"): 24, ("sm_90", 128, "dkdv"): 120, ("sm_90", 256, "dkdv"): 176, ("sm_90", 256, "dq"): 40,
+    ("sm_100", 64, "dkdv"): 48, ("sm_100", 128, "dkdv"): 280, ("sm_100", 256, "dkdv"): 48,
+    ("sm_100", 256, "forward"): 72, ("sm_100", 128, "delta"): 8, ("sm_100", 256, "delta"): 160,
+    ("sm_80", 64, "dkdv"): 48, ("sm_80", 256, "dkdv"): 16, ("sm_80", 64, "forward"): 72, ("sm_80", 128, "forward"): 32,
 }
+OWN_TILES = ("sm_80", "sm_90", "sm_100")
 
 
 class Job(NamedTuple):
@@ -43,14 +47,17 @@ class Job(NamedTuple):
         )
 
 
-def jobs(head_dims=(64, 128, 256), archs=("sm_90", "sm_80")) -> list[Job]:
-    """All entries of TILES, FLOAT32 at every width, and delta: the slowest to compile first."""
-    tiled = [Job(arch, D, kind, "bf16", vectors) for D in reversed(head_dims) for arch in archs
-             for kind in ("dkdv", "dq", "forward") for vectors in (True, False)]
-    float32 = [Job(arch, D, kind, "fp32", True) for D in reversed(head_dims) for arch in archs
-               for kind in ("dkdv", "dq", "forward")]
-    delta = [Job(arch, D, "delta", "bf16", False) for D in head_dims for arch in archs]
+def jobs(head_dims=(64, 128, 256)) -> list[Job]:
+    """All entries of TILES for each card they are for, FLOAT32 at every width, and delta: the slowest first."""
+    tiled = [Job(arch, D, kind, "bf16", vectors) for D in reversed(head_dims) for arch in SHARED
+             for kind in ("dkdv", "dq", "forward") for vectors in (True, False) if vectors or arch in OWN_TILES]
+    float32 = [Job("sm_80", D, kind, "fp32", True) for D in reversed(head_dims) for kind in ("dkdv", "dq", "forward")]
+    delta = [Job(arch, D, "delta", "bf16", False) for D in head_dims for arch in OWN_TILES]
     return tiled + float32 + delta
+
+
+def capability(arch: str) -> tuple[int, int]:
+    return divmod(int(arch[3:]), 10)
 
 
 def measure(job: Job) -> dict:
@@ -59,51 +66,56 @@ def measure(job: Job) -> dict:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    from flash_attn2.tiles import FLOAT32, TILES, Tile, architecture
+    D = job.head_dim
+    if job.kind == "delta":
+        t = Tile(64, 64, 4, 3)                          # warps and stages: what a launch that names none gets
+        constants = dict(BLOCK_M=64, HAS_DLSE=True)
+    else:
+        t = FLOAT32 if job.dtype == "fp32" else TILES[architecture(*capability(job.arch)), D][job.kind]
+        constants = dict(BLOCK_M=t.BLOCK_M, BLOCK_N=t.BLOCK_N, VECTORS=job.vectors, TMA=t.TMA)
+    source = specialised(job, t, constants | dict(D=D, D_PAD=D, tanh_scale=None))
+    out = triton.compile(ASTSource(*source), target=GPUTarget("cuda", int(job.arch[3:]), 32),
+                         options=dict(num_warps=t.num_warps, num_stages=t.num_stages))
+    ptx = out.asm["ptx"]
+    tensor_core = next((core for core in ("tcgen05", "wgmma", "mma") if f"{core}.mma" in ptx or f"{core}.sync" in ptx),
+                       "none")
+    return dict(job._asdict(), name=str(job), **t._asdict(), shared=out.metadata.shared, tensor_core=tensor_core,
+                **resources(out.asm["cubin"]))
+
+
+def specialised(job: Job, t, constants: dict) -> tuple:
+    """(kernel, signature, constants, attributes) for ASTSource."""
     from flash_attn2 import backward, forward
-    from flash_attn2.tiles import FLOAT32, TILES
     kernel = {"forward": forward.forward_kernel, "dkdv": backward.dkdv_kernel, "dq": backward.dq_kernel,
               "delta": backward.delta_kernel}[job.kind]
-    D = job.head_dim
-    constants = dict(D=D, D_PAD=D, tanh_scale=None)
-    options = dict(num_warps=4, num_stages=3)           # what a launch that names none gets
-    block = (64, None)
-    if job.kind == "delta":
-        constants |= dict(BLOCK_M=64, HAS_DLSE=True)
-    else:
-        t = FLOAT32 if job.dtype == "fp32" else TILES[job.arch, D][job.kind]
-        constants |= dict(BLOCK_M=t.BLOCK_M, BLOCK_N=t.BLOCK_N, VECTORS=job.vectors)
-        options = dict(num_warps=t.num_warps, num_stages=t.num_stages)
-        block = (t.BLOCK_M, t.BLOCK_N)
-        if not job.vectors:
-            constants |= {name: None for name in kernel.arg_names if name.endswith(("lo_ptr", "hi_ptr"))}
-    signature = {name: argument_type(name, job.dtype, constants) for name in kernel.arg_names}
-    attrs = {(n,): [["tt.divisibility", 16]] for n, (name, kind) in enumerate(signature.items())
-             if kind.startswith("*") or name.startswith("stride") or name in ("Tq", "Tk", "H", "H_kv")}
-    target = GPUTarget("cuda", int(job.arch[3:]), 32)
-    out = triton.compile(ASTSource(kernel, signature, constants, attrs), target=target, options=options)
-    ptx = out.asm["ptx"]
-    tensor_core = "wgmma" if "wgmma.mma_async" in ptx else "mma" if "mma.sync" in ptx else "none"
-    return dict(
-        job._asdict(),
-        name=str(job),
-        block_m=block[0],
-        block_n=block[1],
-        **options,
-        shared=out.metadata.shared,
-        tensor_core=tensor_core,
-        **resources(out.asm["cubin"]),
-    )
+    if not job.vectors:
+        constants |= {name: None for name in kernel.arg_names if name.endswith(("lo_ptr", "hi_ptr"))}
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    rows = t.BLOCK_M if job.kind == "dkdv" else t.BLOCK_N
+    signature = {name: argument_type(name, job, rows, t.TMA, constants) for name in kernel.arg_names}
+    attrs = {}
+    for n, (name, kind) in enumerate(signature.items()):
+        if name.endswith("strides"):
+            attrs |= {(n, axis): [["tt.divisibility", 16]] for axis in range(3)}
+        elif kind.startswith("*") or name in ("Tq", "Tk", "H", "H_kv"):
+            attrs[(n,)] = [["tt.divisibility", 16]]
+    return kernel, signature, constants, attrs
 
 
-def argument_type(name: str, dtype: str, constants: dict) -> str:
+def argument_type(name: str, job: Job, rows: int, tma: bool, constants: dict):
     if name in constants:
         return "constexpr"
+    if name.endswith("strides"):
+        return ("i32",) * 3
     if name in ("lse_ptr", "dlse_ptr", "delta_ptr"):
         return "*fp32"
     if name.endswith(("lo_ptr", "hi_ptr")):
         return "*i32"
-    if name.endswith("_ptr"):
-        return f"*{dtype}"
+    if name in ("q", "k", "v", "do") and tma:
+        return f"tensordesc<{job.dtype}[1, {rows}, 1, {job.head_dim}]>"
+    if name in ("q", "k", "v", "do") or name.endswith("_ptr"):
+        return f"*{job.dtype}"
     return "fp32" if "scale" in name else "i32"
 
 
@@ -131,10 +143,11 @@ def faults(job: Job, row: dict) -> list[str]:
     shared = 163 * 1024 if job.dtype == "fp32" else SHARED[job.arch]        # float32 is for tests, on the large cards
     if row["shared"] > shared:
         found.append(f"{row['shared']} bytes of shared memory, {job.arch} has {shared}")
-    allowed = SPILLS.get((job.arch, job.head_dim, job.kind), 0)
+    from flash_attn2.tiles import architecture
+    allowed = SPILLS.get((architecture(*capability(job.arch)), job.head_dim, job.kind), 0)
     if job.dtype == "bf16" and row["stack"] > allowed:
         found.append(f"{row['stack']} bytes of stack, {allowed} allowed")
-    core = {"sm_90": "wgmma", "sm_80": "mma"}[job.arch]
+    core = TENSOR_CORE.get(job.arch, "mma")
     if job.dtype == "bf16" and job.kind != "delta" and row["tensor_core"] != core:
         found.append(f"tensor cores: {row['tensor_core']}, not {core}")
     return found
@@ -162,8 +175,8 @@ def test_a_fault_is_seen(change, message):
 
 
 def test_every_entry_is_measured():
-    from flash_attn2.tiles import TILES
-    assert {(job.arch, job.head_dim) for job in jobs()} == set(TILES)
+    from flash_attn2.tiles import TILES, architecture
+    assert {(architecture(*capability(job.arch)), job.head_dim) for job in jobs()} == set(TILES)
     for passes in TILES.values():
         assert set(passes) == {"forward", "dkdv", "dq"}
 

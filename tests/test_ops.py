@@ -13,7 +13,9 @@ from attention_cases import (
     ours,
 )
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
 
 from flash_attn2 import FlashAttention2, Mask, causal_mask, flash_attention, full_mask, ops
 
@@ -187,6 +189,62 @@ def test_selective_checkpoint_saves_attention_by_name(forward_runs, compiled, de
     torch.testing.assert_close(got, expected)
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_autocast(compiled, device):
+    """float32 becomes autocast's dtype, as under SDPA, and gradients come back in float32; a half stays what it is."""
+    dtype = torch.float16
+    x = make_inputs(Case(65, H=2, H_kv=1, D=16), torch.float32, device)
+
+    def call(q, k, v):
+        with torch.autocast(device.type, dtype=dtype):
+            return flash_attention(q, k, v.to(dtype), causal_mask())
+    o, lse = (torch.compile(call, backend="aot_eager", fullgraph=True) if compiled else call)(*x[:3])
+    want, want_lse = flash_attention(*(t.to(dtype) for t in x[:3]), causal_mask())
+    assert o.dtype == dtype and torch.equal(o, want) and torch.equal(lse, want_lse)
+    dq, dk, dv = torch.autograd.grad(o, x[:3], x.do.to(dtype))
+    assert dq.dtype == dk.dtype == dv.dtype == torch.float32
+    for got, wanted in zip((dq, dk, dv), torch.autograd.grad(want, x[:3], x.do.to(dtype)), strict=True):
+        assert torch.equal(got, wanted)
+
+
+def test_without_autocast_mixed_dtypes_are_refused(device):
+    x = make_inputs(Case(5, D=16), torch.float32, device)
+    with pytest.raises(TypeError, match="k is torch.float16 on .*, q is torch.float32"):
+        flash_attention(x.q, x.k.half(), x.v, causal_mask())
+
+
+FLOP_CASES = {
+    "causal": Case(65, B=2, H=4, H_kv=2, D=16),
+    "window": Case(65, H=2, D=16, window=10),
+    "Tq_above_Tk": Case(65, 40, H=2, D=16),
+    "two_sided": Case(40, 65, H=2, D=16, sides=(5, 7)),
+    "documents": Case(66, B=2, H=2, D=16, docs=((66,), (1, 30, 35))),
+    "segments": Case(70, 75, H=1, D=16, segments=((0, 3), (60, 0), (10, 70), (0, 2))),
+}
+
+
+@pytest.mark.parametrize("case", FLOP_CASES.values(), ids=FLOP_CASES)
+def test_flop_counter_counts_the_pairs_that_attend(case, device):
+    x = make_inputs(case, torch.float32, device)
+    mask, seen = make_mask(case, device)
+    pairs = int(seen.expand(case.B, case.Tq, case.keys).sum())
+    with FlopCounterMode(display=False) as counter:
+        o, _ = flash_attention(x.q, x.k, x.v, mask)
+        o.backward(x.do)
+    counts = counter.get_flop_counts()["Global"]
+    assert counts[torch.ops.flash_attn2.forward] == 4 * case.D * case.H * pairs
+    assert counts[torch.ops.flash_attn2.backward] == 10 * case.D * case.H * pairs
+
+
+def test_flop_counter_of_fake_documents_is_causal():
+    """Shapes alone know no documents: traced with fake tensors the count is the whole triangle."""
+    with FakeTensorMode(), FlopCounterMode(display=False) as counter:
+        q = torch.empty(1, 65, 2, 16)
+        vectors = [torch.empty(1, 65, dtype=torch.int32) for _ in range(4)]
+        flash_attention(q, q, q, Mask(lo=vectors[0], hi=vectors[1], q_lo=vectors[2], q_hi=vectors[3]))
+    assert counter.get_total_flops() == 4 * 16 * 2 * (65 * 66 // 2)
+
+
 def test_double_backward_raises(device):
     x = make_inputs(Case(5, D=16), torch.float32, device)
     o, _ = flash_attention(x.q, x.k, x.v, causal_mask())
@@ -312,6 +370,8 @@ ERRORS = {  # name: (arguments that differ from a right call, type, name, value 
         ValueError,
         r"softmax_scale=inf must be positive and finite",
     ),
+    "softcap_below_0": (dict(softcap=-1.0), ValueError, r"softcap=-1.0 must be 0 \(none\) or lie between"),
+    "softcap_nan": (dict(softcap=float("nan")), ValueError, r"softcap=nan must be 0 \(none\) or lie between"),
     "left_below_0": (dict(mask=Mask(-1, 0)), ValueError, r"left=-1 and right=0 must lie between 0 and"),
     "right_below_0": (dict(mask=Mask(0, -2)), ValueError, r"left=0 and right=-2 must lie between 0 and"),
     "one_vector_missing": (
