@@ -48,6 +48,28 @@ def causal_mask(window: int = 0, doc_start: Tensor | None = None) -> Mask:
     return from_bounds(torch.maximum(doc_start.int(), i - left), i, doc_start.shape[1])
 
 
+def varlen_mask(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, total_q: int, total_k: int,
+                left: int = NO_BOUND, right: int = NO_BOUND) -> Mask:
+    """Segments packed into one row: query and key see each other only within one, the last query beside the last key.
+
+    Segment s holds the queries cu_seqlens_q[s] .. cu_seqlens_q[s + 1] - 1 of total_q and likewise the keys; either may
+    be empty. cu_seqlens_q, cu_seqlens_k (B + 1,) int32, from 0, never decreasing. A query sees `left` keys before its
+    position and `right` after it. Tokens past the last segment see nothing. The values of cu_seqlens are not checked,
+    since that would wait for the GPU; wrong ones give a wrong mask, but never a key that is not there.
+    ValueError: left or right < 0."""
+    if left < 0 or right < 0:
+        raise ValueError(f"{left=} and {right=} must be numbers of keys, or {NO_BOUND} for no bound")
+    i = torch.arange(total_q, device=cu_seqlens_q.device, dtype=torch.int32)
+    # i's segment: B past the last one, which is empty, as it ends at B too; -1 (wrong values) indexes the last entry
+    begin = torch.searchsorted(cu_seqlens_q, i, right=True) - 1
+    end = (begin + 1).clamp(max=len(cu_seqlens_q) - 1)
+    first, stop = cu_seqlens_k[begin], cu_seqlens_k[end]
+    position = i + (stop - cu_seqlens_q[end])
+    lo = torch.clamp(position - min(left, NO_BOUND), first, stop)
+    hi = torch.minimum(position + min(right, NO_BOUND), stop - 1)
+    return from_bounds(lo[None], hi[None], total_k)
+
+
 def from_bounds(lo: Tensor, hi: Tensor, Tk: int) -> Mask:
     """The mask of two bounds lo, hi (B, Tq) over keys 0 .. Tk - 1; beyond those they are cut.
 

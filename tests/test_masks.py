@@ -1,11 +1,14 @@
 """The mask as vectors, as closed form and as tile ranges, against brute force over every pair."""
+import functools
+
 import pytest
 import torch
 import triton
 import triton.language as tl
-from attention_cases import document_starts, packing, segment_mask
+from attention_cases import document_starts, packing, running, segment_mask
+from torch._dynamo.testing import CompileCounterWithBackend
 
-from flash_attn2 import Mask, causal_mask, full_mask, reference
+from flash_attn2 import Mask, causal_mask, full_mask, reference, varlen_mask
 from flash_attn2.masks import NO_BOUND, from_bounds, interval, tile_range
 
 TILES = [(64, 64), (16, 64), (64, 16), (32, 128)]
@@ -254,3 +257,105 @@ def test_bounds_past_the_keys_are_cut():
     mask = from_bounds(lo, hi, 6)
     assert mask.lo.tolist() == [[0, 0, 4, 6]] and mask.hi.tolist() == [[0, 5, 5, 5]]
     assert mask.q_lo.tolist() == [[0, 1, 1, 1, 1, 1]] and mask.q_hi.tolist() == [[1, 1, 1, 1, 2, 2]]
+
+
+def cumulative(lengths, device=None) -> torch.Tensor:
+    return torch.tensor([*running(lengths), sum(lengths)], dtype=torch.int32, device=device)
+
+
+cached_seen = functools.lru_cache(None)(reference.seen)
+
+
+def packed_seen(segments, total_q: int, total_k: int, left: int, right: int) -> torch.Tensor:
+    """(total_q, total_k), one block for each segment's (queries, keys); tokens past the last see nothing."""
+    seen, i, j = torch.zeros(total_q, total_k, dtype=torch.bool), 0, 0
+    for n_q, n_k in segments:
+        seen[i:i + n_q, j:j + n_k] = cached_seen(n_q, n_k, causal=False, window=(left, right))
+        i, j = i + n_q, j + n_k
+    return seen
+
+
+def test_varlen_by_hand(device):
+    """2 queries over 3 keys, none over 1, 3 over 2; then 2 queries and 2 keys of nobody. Causal."""
+    mask = varlen_mask(cumulative((2, 0, 3), device), cumulative((3, 1, 2), device), 7, 8, right=0)
+    assert mask.lo.tolist() == [[0, 0, 4, 4, 4, 6, 6]] and mask.hi.tolist() == [[1, 2, 3, 4, 5, 5, 5]]
+    assert mask.q_lo.tolist() == [[0, 0, 1, 2, 3, 4, 7, 7]] and mask.q_hi.tolist() == [[1, 1, 1, 1, 4, 4, 6, 6]]
+
+
+def test_varlen_of_3000_random_packings():
+    """Every pair, both ways round; 0 to 5 segments of 0 to 6 queries and keys, then 0 to 3 tokens of nobody."""
+    sides = (0, 1, 2, 5, NO_BOUND, 2 * NO_BOUND)
+    for _ in range(3000):
+        counts = torch.randint(0, 7, (int(torch.randint(0, 6, ())), 2)) * (torch.rand(2) > 0.1)
+        rest_q, rest_k, left, right = torch.randint(0, 24, (4,)).tolist()
+        segments, left, right = counts.tolist(), sides[left % 6], sides[right % 6]
+        total_q, total_k = int(counts[:, 0].sum()) + rest_q % 4, int(counts[:, 1].sum()) + rest_k % 4
+        mask = varlen_mask(*(cumulative(counts[:, n].tolist()) for n in (0, 1)), total_q, total_k, left, right)
+        lo, hi, q_lo, q_hi = (x[0] for x in mask[2:])
+        i, j = torch.arange(total_q)[:, None], torch.arange(total_k)
+        case = f"{segments=} {total_q=} {total_k=} {left=} {right=}"
+        seen = packed_seen(segments, total_q, total_k, left, right)
+        assert torch.equal((j >= lo[:, None]) & (j <= hi[:, None]), seen), case
+        assert torch.equal((i >= q_lo) & (i <= q_hi), seen), case
+        for first, last, n in ((lo, hi, total_k), (q_lo, q_hi, total_q)):
+            assert (first.diff() >= 0).all() and (last.diff() >= 0).all(), f"a bound falls: {case}"
+            assert (first >= 0).all() and (last < n).all() and (last >= first - 1).all(), case
+
+
+@pytest.mark.parametrize("left, right", [(NO_BOUND, 0), (NO_BOUND, NO_BOUND), (20, 0), (10, 70)])
+def test_varlen_as_the_kernels_walk_it(left, right, device):
+    """Tiles too: long segments, an empty one on either side, tokens of nobody."""
+    segments = ((100, 30), (0, 5), (7, 90), (60, 0), (1, 1))
+    cu_q, cu_k = (cumulative(n, device) for n in zip(*segments, strict=True))
+    mask = varlen_mask(cu_q, cu_k, 200, 130, left, right)
+    check(mask, packed_seen(segments, 200, 130, left, right), device)
+
+
+def test_varlen_tokens_of_nobody_walk_no_tiles(device):
+    mask = varlen_mask(cumulative((64,), device), cumulative((64,), device), 256, 256, left=5, right=0)
+    for keys in (False, True):
+        assert all(begin == end for begin, *_, end in ranges(mask, 256, 256, keys, device, 64, 64)[1:])
+
+
+def test_varlen_of_equal_queries_and_keys_is_packed_documents(device):
+    documents = (5, 1, 60, 64)
+    mask = varlen_mask(*[cumulative(documents, device)] * 2, 130, 130, 19, 0)
+    for ours, packed in zip(mask[2:], causal_mask(20, document_starts((documents,), device))[2:], strict=True):
+        assert torch.equal(ours, packed)
+
+
+def test_varlen_wrong_values_reach_no_key_that_is_not_there(device):
+    """Nobody checks the values inside a compiled graph: whatever they are, the bounds stay within the row."""
+    extremes = torch.tensor([-2**31, 2**31 - 1, -1, 0, 1])
+    for n in range(300):
+        cu_q, cu_k = torch.randint(-40, 80, (2, n % 6 + 1)) if n % 2 else extremes[torch.randint(0, 5, (2, n % 6 + 1))]
+        mask = varlen_mask(cu_q.int().to(device), cu_k.int().to(device), 30, 20, NO_BOUND if n % 3 else 4, n % 5)
+        for first, last, end in ((mask.lo, mask.hi, 20), (mask.q_lo, mask.q_hi, 30)):
+            assert (first >= 0).all() and (first <= end).all() and (last >= -1).all() and (last < end).all()
+
+
+def test_varlen_compiled_is_eager(device):
+    """By inductor, in one graph, for other values without compiling again."""
+    counter = CompileCounterWithBackend("inductor")
+    compiled = torch.compile(varlen_mask, backend=counter, fullgraph=True)
+    for lengths in (((9, 0, 3), (0, 7, 5)), ((0, 12, 0), (2, 3, 4))):
+        args = (*(cumulative(n, device) for n in lengths), 13, 12, 6, 0)
+        for ours, eager in zip(compiled(*args)[2:], varlen_mask(*args)[2:], strict=True):
+            assert torch.equal(ours, eager)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("left, right", [(-1, 0), (0, -1)])
+def test_varlen_sides_are_numbers_of_keys(left, right):
+    with pytest.raises(ValueError, match=f"left={left} and right={right} must be numbers of keys"):
+        varlen_mask(cumulative((3,)), cumulative((3,)), 3, 3, left, right)
+
+
+@pytest.mark.gpu
+def test_varlen_never_waits_for_the_gpu(device):
+    cu_seqlens = cumulative((100, 0, 28), device)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        varlen_mask(cu_seqlens, cu_seqlens, 130, 128, right=0)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
