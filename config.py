@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 Attention = Literal["auto", "flash_attn2", "sdpa", "sdpa:flash", "sdpa:cudnn", "sdpa:efficient", "sdpa:math",
-                    "reference"]
+                    "flex", "reference"]
 
 
 @dataclass(frozen=True, kw_only=True)

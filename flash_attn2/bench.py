@@ -1,79 +1,237 @@
-"""Speed of the backends on one GPU: python -m flash_attn2.bench
+"""Speed, memory and error of attention on one GPU: ours beside torch's.
 
-Causal, bf16, 32k tokens in all, d_model 2048. Contenders take turns round by round, so that the card's clocks are the
-same for all. TFLOP/s: forward 4 B H T^2 D / 2, backward 2.5 times that, whatever a kernel really runs; medians
-[slowest-fastest].
+bf16, d_model 2048, 32k tokens in all, or one row where rows are longer. Contenders take turns round by round, so that
+the card's clocks are the same for all. What the numbers mean stands above the table, and in the JSON record.
 """
-import statistics
+import argparse
+import gc
 import sys
-from collections.abc import Callable
+import textwrap
+import warnings
+from collections.abc import Callable, Iterator
+from fnmatch import fnmatch
+from itertools import chain
+from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from . import backends
+from . import bench_report
+from .bench_cases import CONTENDERS, D_MODEL, DOCUMENT, DTYPE, SEED, TOKENS, WINDOW, Case, contender, errors, exact
 
-CONTENDERS = ("flash_attn2", "sdpa:flash", "sdpa:cudnn")
-ROUNDS, CALLS = 12, 3
-
-
-def passes(name: str, q, k, v, do) -> tuple[Callable, Callable]:
-    """The forward and the backward of a backend as calls without arguments."""
-    attention = backends.build(name, q.device, q.dtype, q.shape[-1], plain=True)
-    mask = attention.mask(q.shape[1], 0, None, q.device)
-    o = attention(q, k, v, mask)
-    return (lambda: attention(q, k, v, mask),
-            lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True))
+SWEEP = tuple(512 << n for n in range(9))
+LENGTHS = {"causal": (2048, 8192, 32768, 131072), "full": (2048, 32768), "window": (32768, 131072),
+           "documents": (32768, 131072)}
+SLOW = {"flex": (8192, 32768), "sdpa:efficient": SWEEP[:7], "sdpa": SWEEP[:7]}      # at these alone, unless --T asks
+HEAD_DIMS, ROUNDS = (128, 64), 10
+CALLS, ROUND_MS = 10, 10    # a round times up to CALLS calls in a row, as many as fit into ROUND_MS, one at least
+FLUSH_BYTES = 2**28         # more than any L2 cache
 
 
-def milliseconds(call: Callable) -> float:
-    """Of one call, the mean of CALLS in a row."""
+class Contest:
+    """The contenders of one case on the same inputs. rows: what was measured of each, or why it was not."""
+
+    def __init__(self, case: Case, device: torch.device):
+        self.case, self.device, self.shared = case, device, case.row(device)
+        self.rows: dict[str, dict] = {}
+        self.running: dict[str, tuple[Callable, int]] = {}          # what to call, and how often in a round
+
+    def prepare(self) -> None:
+        """Inputs, and what float64 makes of the last head of the last row: there a wrong stride or offset shows."""
+        case = self.case
+        generator = torch.Generator(self.device).manual_seed(SEED)
+        self.q, self.k, self.v, self.do = (
+            torch.randn(case.B, case.T, case.H, case.head_dim, device=self.device, dtype=DTYPE, generator=generator)
+            for _ in range(4))
+        self.want = exact(*map(last_head, (self.q, self.k, self.v, self.do)), *case.bounds(self.device))
+        for x in (self.q, self.k, self.v):
+            x.requires_grad_()
+        self.flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=self.device)
+
+    def attempt(self, name: str, step: Callable, *arguments) -> None:
+        """step(*arguments), or the contender is out and its row says why."""
+        try:
+            step(*arguments)
+            return
+        except torch.OutOfMemoryError:
+            self.skip(name, "out of memory")
+        except Exception as error:      # of any kind: a compiler's, a driver's
+            self.skip(name, str(error) or type(error).__name__)
+        gc.collect()                    # what the failed call held, before the next contender counts what is free
+        torch.cuda.empty_cache()
+
+    def skip(self, name: str, reason: str) -> None:
+        self.running.pop(name, None)
+        self.rows[name] = {**self.shared, "contender": name, "skipped": textwrap.shorten(reason, 160)}
+
+    def enter(self, name: str) -> None:
+        """Builds, compiles and warms a contender up; takes its memory, its error, and how long a call is."""
+        torch.cuda.empty_cache()
+        if name == "flex":
+            torch.compiler.reset()      # or a second length would be compiled for any length
+        before = torch.cuda.memory_allocated()
+        attend = contender(name, self.case, self.device, free_bytes())
+        self.gradients(attend(self.q, self.k, self.v))
+        torch.cuda.reset_peak_memory_stats()
+        o = attend(self.q, self.k, self.v)
+        got = dict(zip(self.want, map(last_head, (o, *self.gradients(o))), strict=True))
+        peak = torch.cuda.max_memory_allocated() - before
+        self.rows[name] = {**self.shared, "contender": name, "peak_gib": peak / 2**30,
+                           "error": errors(got, self.want), "ms": {"forward": [], "backward": []}}
+        del o, got
+        self.running[name] = attend, 1
+        ms = sum(self.round(name))
+        self.running[name] = attend, min(CALLS, max(1, int(ROUND_MS / ms)))
+
+    def gradients(self, o: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(o, (self.q, self.k, self.v), self.do)
+
+    def round(self, name: str, keep: bool = False) -> tuple[float, float]:
+        """Milliseconds of one forward and one backward, each the mean of some calls in a row."""
+        attend, calls = self.running[name]
+        outputs = []
+        ms = (milliseconds(lambda: outputs.append(attend(self.q, self.k, self.v)), calls, self.flush),
+              milliseconds(lambda: self.gradients(outputs.pop()), calls, self.flush))
+        if keep:
+            for times, one in zip(self.rows[name]["ms"].values(), ms, strict=True):
+                times.append(one)
+        return ms
+
+
+def last_head(x: Tensor) -> Tensor:
+    return x.detach()[-1, :, -1]
+
+
+def milliseconds(call: Callable, calls: int, flush: Tensor) -> float:
+    """Of one call, the mean of `calls` in a row. Clearing `flush` empties the L2 cache, and lets the CPU run ahead."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    flush.zero_()
     begin.record()
-    for _ in range(CALLS):
+    for _ in range(calls):
         call()
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end) / CALLS
+    return begin.elapsed_time(end) / calls
 
 
-def compare(T: int, D: int, device: torch.device) -> dict[str, tuple[list[float], list[float]]]:
-    """Milliseconds of each round by backend: (forward, backward)."""
-    q, k, v = (torch.randn(32768 // T, T, 2048 // D, D, device=device, dtype=torch.bfloat16, requires_grad=True)
-               for _ in range(3))
-    calls = {name: passes(name, q, k, v, torch.randn_like(q)) for name in CONTENDERS}
-    times = {name: ([], []) for name in CONTENDERS}
-    for number in range(ROUNDS + 1):
-        for name, pair in calls.items():
-            for call, times_of_pass in zip(pair, times[name], strict=True):
-                elapsed = milliseconds(call)
-                if number:                      # round 0 compiles and warms up
-                    times_of_pass.append(elapsed)
-    return times
+def free_bytes() -> int:
+    return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
 
 
-def row(name: str, T: int, D: int, forward: list[float], backward: list[float]) -> str:
-    flops = 2 * (32768 // T) * (2048 // D) * T * T * D
+def compare(case: Case, names: list[str], rounds: int, device: torch.device) -> list[dict]:
+    """The row of each contender: measured in turns, or with the reason why not."""
+    contest = Contest(case, device)
+    try:
+        contest.prepare()
+    except torch.OutOfMemoryError:
+        for name in names:
+            contest.skip(name, "out of memory for the inputs and float64")
+        return list(contest.rows.values())
+    for name in names:
+        contest.attempt(name, contest.enter, name)
+    for number in range(rounds + 1):
+        for name in tuple(contest.running):
+            contest.attempt(name, contest.round, name, number > 0)      # round 0 fills the allocator
+    for name in contest.running:
+        bench_report.complete(contest.rows[name])
+    return list(contest.rows.values())
 
-    def spread(factor: float, times: list[float]) -> str:
-        rates = (factor * flops / t / 1e9 for t in (statistics.median(times), max(times), min(times)))
-        median, slowest, fastest = rates
-        return f"{median:5.0f} [{slowest:.0f}-{fastest:.0f}]"
-    both = 3.5 * flops / (statistics.median(forward) + statistics.median(backward)) / 1e9
-    return f"hd{D:<4} {T:>7} {name:12} {spread(1, forward):>16} {spread(2.5, backward):>16} {both:6.0f}"
+
+def measure(args: argparse.Namespace, record: dict, device: torch.device) -> Iterator[list[dict]]:
+    """Measures what was asked for, shape by shape, into the record and, where wanted, its file."""
+    for case in cases(args):
+        names = contenders(args, case.mask)
+        slow = [name for name in names if not args.T and case.T not in SLOW.get(name, (case.T,))]
+        ready = [name for name in names if name not in slow]
+        rows = compare(case, ready, args.rounds, device) if ready else []
+        rows += [{**case.row(device), "contender": name, "skipped": "slow: measured where --T names the length"}
+                 for name in slow]
+        record["rows"] += rows
+        if args.json:
+            bench_report.save(record, args.json)
+        yield rows
 
 
-def main() -> None:
+def cases(args: argparse.Namespace) -> list[Case]:
+    def lengths(mask: str) -> tuple[int, ...]:
+        if args.sweep:
+            return tuple(T for T in SWEEP if T > WINDOW or mask in ("causal", "full"))
+        return args.T or LENGTHS[mask]
+    return [Case(mask, D, T) for mask in args.mask if contenders(args, mask) for D in args.head_dim or HEAD_DIMS
+            for T in lengths(mask)]
+
+
+def select(args: argparse.Namespace, rows: list[dict]) -> list[dict]:
+    """The rows of a kept record that the options ask for."""
+    return [row for row in rows if row["mask"] in args.mask and row["contender"] in contenders(args, row["mask"])
+            and (not args.T or row["T"] in args.T) and (not args.head_dim or row["head_dim"] in args.head_dim)]
+
+
+def contenders(args: argparse.Namespace, mask: str) -> list[str]:
+    return [name for name in CONTENDERS[mask] if any(fnmatch(name, pattern) for pattern in args.only)]
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    known = sorted({name for names in CONTENDERS.values() for name in names})
+    parser = argparse.ArgumentParser(prog="python -m flash_attn2.bench", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", type=lambda text: text.split(","), default=["*"], metavar="NAME,...",
+                        help=f"contenders, by name or pattern: flash_attn2,'sdpa:*'; there are {', '.join(known)}")
+    parser.add_argument("--mask", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
+    parser.add_argument("--head-dim", nargs="+", type=int, default=(), metavar="D", help="default: 128 64")
+    lengths = parser.add_mutually_exclusive_group()
+    lengths.add_argument("--T", nargs="+", type=int, default=(), help="row lengths; slow contenders run at all of them")
+    lengths.add_argument("--sweep", action="store_true", help="every power of two from 512 to 131072")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"default: {ROUNDS}")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="keep the record: every round of every row")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw TFLOP/s over T (needs matplotlib)")
+    parser.add_argument("--from", type=Path, metavar="FILE", dest="source",
+                        help="show a kept record, or what the options above select of it, and measure nothing")
+    args = parser.parse_args(argv)
+    for pattern in args.only:
+        if not any(fnmatch(name, pattern) for name in known):
+            parser.error(f"--only: no contender is called {pattern!r}; known: {', '.join(known)}")
+    if not any(contenders(args, mask) for mask in args.mask):
+        parser.error(f"--only: none of these contenders takes the mask {' or '.join(args.mask)}")
+    if min((args.rounds, *args.T, *args.head_dim)) < 1 or any(D_MODEL % D for D in args.head_dim):
+        parser.error(f"--rounds and --T must be at least 1, and --head-dim divide {D_MODEL}")
+    for path in filter(None, (args.json, args.plot)):
+        if not path.absolute().parent.is_dir():
+            parser.error(f"{path}: there is no folder {path.parent}")
+    return args
+
+
+def start(args: argparse.Namespace) -> tuple[dict, Iterator[list[dict]]]:
+    """A record and its shapes, kept or measured one by one as they are read. ValueError: what the user can mend."""
+    if args.plot:
+        bench_report.check_plot(args.plot)
+    if args.source:
+        record = bench_report.load(args.source)
+        record["rows"] = select(args, record["rows"])
+        return record, bench_report.shapes(record["rows"])
     if not torch.cuda.is_available():
-        sys.exit("error: the benchmark needs an NVIDIA GPU")
-    torch.manual_seed(0)
+        raise ValueError("the benchmark needs an NVIDIA GPU; --from FILE shows a kept record without one")
     device = torch.device("cuda")
-    print(torch.cuda.get_device_name(device), "torch", torch.__version__)
-    print(f"{'':6} {'T':>7} {'backend':12} {'forward':>16} {'backward':>16} {'both':>6}   TFLOP/s")
-    for D in (128, 64):
-        for T in (8192, 32768):
-            for name, times in compare(T, D, device).items():
-                print(row(name, T, D, *times), flush=True)
+    record = bench_report.new_record(device, dtype=str(DTYPE).removeprefix("torch."), d_model=D_MODEL, tokens=TOKENS,
+                                     window=WINDOW, document=DOCUMENT, rounds=args.rounds)
+    return record, measure(args, record, device)
+
+
+def main(argv: list[str]) -> None:
+    args = parse(argv)
+    try:
+        record, shapes = start(args)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    with warnings.catch_warnings(action="ignore"):      # torch's on kernels it cannot take: they have their line
+        for line in chain(bench_report.head(record), bench_report.table(record, shapes)):
+            print(line, flush=True)
+    if args.plot:
+        if not any("tflops" in row for row in record["rows"]):
+            sys.exit("error: nothing was measured, so there is nothing to plot")
+        bench_report.plot(record, args.plot)
+        print(f"plot: {args.plot}")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
