@@ -157,8 +157,8 @@ def cases(args: argparse.Namespace) -> list[Case]:
         if args.sweep:
             return tuple(T for T in SWEEP if T > WINDOW or mask in ("causal", "full"))
         return args.T or LENGTHS[mask]
-    return [Case(mask, D, T) for mask in args.mask if contenders(args, mask) for D in args.head_dim or HEAD_DIMS
-            for T in lengths(mask)]
+    return [Case(mask, D, T, args.tokens) for mask in args.mask if contenders(args, mask)
+            for D in args.head_dim or HEAD_DIMS for T in lengths(mask)]
 
 
 def select(args: argparse.Namespace, rows: list[dict]) -> list[dict]:
@@ -182,6 +182,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     lengths = parser.add_mutually_exclusive_group()
     lengths.add_argument("--T", nargs="+", type=int, default=(), help="row lengths; slow contenders run at all of them")
     lengths.add_argument("--sweep", action="store_true", help="every power of two from 512 to 131072")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help=f"in all, or one row of T; default: {TOKENS}")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"default: {ROUNDS}")
     parser.add_argument("--json", type=Path, metavar="FILE", help="keep the record: every round of every row")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw TFLOP/s over T (needs matplotlib)")
@@ -193,8 +194,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
             parser.error(f"--only: no contender is called {pattern!r}; known: {', '.join(known)}")
     if not any(contenders(args, mask) for mask in args.mask):
         parser.error(f"--only: none of these contenders takes the mask {' or '.join(args.mask)}")
-    if min((args.rounds, *args.T, *args.head_dim)) < 1 or any(D_MODEL % D for D in args.head_dim):
-        parser.error(f"--rounds and --T must be at least 1, and --head-dim divide {D_MODEL}")
+    if min((args.rounds, args.tokens, *args.T, *args.head_dim)) < 1 or any(D_MODEL % D for D in args.head_dim):
+        parser.error(f"--rounds, --tokens and --T must be at least 1, and --head-dim divide {D_MODEL}")
     for path in filter(None, (args.json, args.plot)):
         if not path.absolute().parent.is_dir():
             parser.error(f"{path}: there is no folder {path.parent}")
@@ -212,8 +213,8 @@ def start(args: argparse.Namespace) -> tuple[dict, Iterator[list[dict]]]:
     if not torch.cuda.is_available():
         raise ValueError("the benchmark needs an NVIDIA GPU; --from FILE shows a kept record without one")
     device = torch.device("cuda")
-    record = bench_report.new_record(device, dtype=str(DTYPE).removeprefix("torch."), d_model=D_MODEL, tokens=TOKENS,
-                                     window=WINDOW, document=DOCUMENT, rounds=args.rounds)
+    record = bench_report.new_record(device, dtype=str(DTYPE).removeprefix("torch."), d_model=D_MODEL,
+                                     tokens=args.tokens, window=WINDOW, document=DOCUMENT, rounds=args.rounds)
     return record, measure(args, record, device)
 
 

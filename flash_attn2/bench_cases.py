@@ -26,14 +26,15 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """One shape: TOKENS in all, or one row where T is longer; D_MODEL wide."""
+    """One shape: `tokens` in all (0: TOKENS), or one row where T is longer; D_MODEL wide."""
     mask: str
     head_dim: int
     T: int
+    tokens: int = 0
 
     @property
     def B(self) -> int:
-        return max(1, TOKENS // self.T)
+        return max(1, (self.tokens or TOKENS) // self.T)
 
     @property
     def H(self) -> int:

@@ -7,6 +7,7 @@ The accumulator stays unnormalised and is divided by l once, at the end; only ls
 (FlashAttention-2, Dao 2023, algorithm 1). Inside, exponents are base 2: scale_log2 = softmax_scale * log2(e).
 """
 import contextlib
+import threading
 
 import torch
 import triton
@@ -117,5 +118,14 @@ def addressable(x: Tensor) -> Tensor:
 
 
 def on_device(x: Tensor):
-    """Triton launches on the current device, which need not be the tensor's."""
-    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+    """Triton launches on the current device, which need not be the tensor's. It encodes descriptors in the CUDA context
+    of the thread, and a new thread has none until something else has run there."""
+    if not x.is_cuda:
+        return contextlib.nullcontext()
+    if x.device not in _threads.__dict__.setdefault("ready", set()):
+        torch.zeros(1, device=x.device)
+        _threads.ready.add(x.device)
+    return torch.cuda.device(x.device)
+
+
+_threads = threading.local()

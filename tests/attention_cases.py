@@ -1,7 +1,10 @@
 """What the attention tests share: cases, two torch references (float64 and the tested dtype), FA's rule.
 
-Tolerance is earned, not chosen: an error against float64 is at most twice (gradients: three times) that of
-the same maths done by torch in the tested dtype, plus 1e-5, in the largest error and in the root mean square.
+Tolerance is earned, not chosen. Against float64, for o, lse and each gradient:
+    largest error     <= 2 x that of the same maths by torch in the tested dtype, + what rounding the exact answer costs
+    root mean square  <= 1.2 x torch's, or 1.2 x what rounding the exact answer costs, the larger
+each plus a floor for float32 arithmetic (`verdicts`), which only float32 cases and lse ever come near. Of fewer than 32
+rows the largest error alone is judged: a row of dq or dk errs as a whole, by a rounding or two, and so few are no mean.
 """
 from typing import NamedTuple
 
@@ -215,7 +218,8 @@ def segment_mask(segments: tuple[tuple[int, int], ...], B: int, device: torch.de
 def in_own_dtype(
     q: Tensor, k: Tensor, v: Tensor, seen: Tensor, softmax_scale: float | None = None, softcap: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """The reference's maths with every step rounded to q's dtype; lse, a float32 result, from float32."""
+    """The reference's maths with every step rounded to q's dtype. lse, a float32 result, has its value from float32;
+    its gradient goes through the rounded scores, as in any kernel that multiplies in q's dtype."""
     group = q.shape[2] // k.shape[2]
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     k, v = (x.repeat_interleave(group, dim=2) for x in (k, v))
@@ -226,9 +230,12 @@ def in_own_dtype(
         s = torch.einsum("bihd,bjhd->bhij", q, k * scale)
         s = softcap * (s / softcap).tanh() if softcap else s
         return s.masked_fill(~seen, float("-inf")).masked_fill(empty, 0.0)
-    p = scores(q, k).softmax(-1).masked_fill(empty, 0.0)
-    lse = scores(q.float(), k.float()).logsumexp(-1).masked_fill(empty[..., 0], float("-inf"))
-    return torch.einsum("bhij,bjhd->bihd", p, v), lse
+    s = scores(q, k)
+    p = s.softmax(-1).masked_fill(empty, 0.0)
+    rounded = s.logsumexp(-1)
+    with torch.no_grad():
+        lse = scores(q.float(), k.float()).logsumexp(-1).masked_fill(empty[..., 0], float("-inf"))
+    return torch.einsum("bhij,bjhd->bihd", p, v), lse + (rounded - rounded.detach())
 
 
 def by_rows(
@@ -262,21 +269,57 @@ def ours(x: Inputs, mask: Mask, softmax_scale: float | None = None, softcap: flo
     return dict(o=o.detach(), lse=lse.detach(), dq=dq, dk=dk, dv=dv)
 
 
-def assert_as_good_as_torch(
+class Verdict(NamedTuple):
+    name: str               # o, lse, dq, dk, dv
+    kind: str               # max, rms
+    error: float
+    torchs: float
+    limit: float
+
+    def __str__(self):
+        times = self.error / self.torchs if self.torchs else float("inf") if self.error else 0.0
+        return (f"{self.name}: {self.kind} error {self.error:.3e} is {times:.2f} times torch's {self.torchs:.3e}, "
+                f"{self.share:.2f} of the limit {self.limit:.3e}")
+
+    @property
+    def share(self) -> float:
+        """Error over limit: at most 1 passes."""
+        return self.error / self.limit
+
+
+def verdicts(got: dict[str, Tensor], exact: dict[str, Tensor], torchs: dict[str, Tensor]) -> list[Verdict]:
+    """The rule above, for each name that `got` has."""
+    found = []
+    for name, value in got.items():
+        assert value.shape == exact[name].shape, name
+        mine, theirs = errors(value, exact[name]), errors(torchs[name], exact[name])
+        rounding = errors(exact[name].to(value.dtype), exact[name])
+        # Orders of summation, exp2 for exp, p recomputed from lse: each leaves a few units of 2^-23 of the numbers that
+        # are added, and a case small or degenerate enough (one key: dp - delta is 0) gives torch an error of nothing.
+        # Measured on the CPU: at most 4 such units in the mean.
+        floor = 8 * 2.0 ** -23 * max(1.0, exact[name].masked_fill(exact[name].isinf(), 0.0).abs().max().item())
+        found.append(Verdict(name, "max", mine[0], theirs[0], 2 * theirs[0] + rounding[0] + 1e-5))
+        if value.numel() >= 32 * (value.shape[-1] if value.dim() == 4 else 1):
+            found.append(Verdict(name, "rms", mine[1], theirs[1], 1.2 * max(theirs[1], rounding[1]) + floor))
+    return found
+
+
+def judge(
     got: dict[str, Tensor], x: Inputs, seen: Tensor, softmax_scale: float | None = None, softcap: float = 0.0
-) -> None:
-    """FA's rule, for each of o, lse, dq, dk, dv that `got` has."""
+) -> list[Verdict]:
+    """`verdicts` against dense attention on the same inputs."""
     if "dq" not in got:
         x = x._replace(do=torch.zeros_like(x.do), dlse=torch.zeros_like(x.dlse))
     exact = by_rows(reference.attention, double(x), seen, softmax_scale, softcap)
-    torchs = by_rows(in_own_dtype, x, seen, softmax_scale, softcap)
-    for name, value in got.items():
-        factor = 3 if name in ("dq", "dk", "dv") else 2
-        assert value.shape == exact[name].shape, name
-        for kind, mine, theirs in zip(
-            ("max", "rms"), errors(value, exact[name]), errors(torchs[name], exact[name]), strict=True
-        ):
-            assert mine <= factor * theirs + 1e-5, f"{name}: {kind} error {mine:.3e}, torch's is {theirs:.3e}"
+    return verdicts(got, exact, by_rows(in_own_dtype, x, seen, softmax_scale, softcap))
+
+
+def assert_as_good_as_torch(
+    got: dict[str, Tensor], x: Inputs, seen: Tensor, softmax_scale: float | None = None, softcap: float = 0.0
+) -> None:
+    """The rule, for each of o, lse, dq, dk, dv that `got` has."""
+    for verdict in judge(got, x, seen, softmax_scale, softcap):
+        assert verdict.error <= verdict.limit, str(verdict)
 
 
 def errors(x: Tensor, exact: Tensor) -> tuple[float, float]:

@@ -1,5 +1,9 @@
 """Every test starts from the same seed, on NaN-filled torch.empty; `gpu` tests are skipped where there is none."""
+import fcntl
+import gc
 import os
+import sys
+import time
 
 import pytest
 import torch
@@ -34,6 +38,36 @@ def poison(monkeypatch):
     """What a kernel allocates and does not write shouts."""
     for name in ("empty", "empty_like"):
         monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
+
+
+@pytest.fixture(autouse=True)
+def give_memory_back(request):
+    """Tests of several processes share one GPU: none keeps what it no longer uses."""
+    yield
+    if torch.cuda.is_available() and request.node.get_closest_marker("gpu"):
+        torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def big(tmp_path_factory):
+    """big(gib) waits for that much free memory on the GPU, and skips where there never is. One such test at a time."""
+    def need(gib: float, patience_s: int = 120) -> None:
+        if not torch.cuda.is_available():
+            return
+        if torch.cuda.mem_get_info()[1] < gib * 2**30:
+            pytest.skip(f"needs {gib} GiB on the GPU")
+        for _ in range(patience_s):
+            if torch.cuda.mem_get_info()[0] >= gib * 2**30:
+                return
+            time.sleep(1)
+        pytest.skip(f"no {gib} GiB came free on the GPU in {patience_s} s")
+    with open(tmp_path_factory.getbasetemp().parent / "big.lock", "w") as lock:     # xdist's workers share the parent
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield need
+        sys.last_traceback = sys.last_value = sys.last_exc = None                   # a failed test's tensors hang there
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
 @pytest.fixture

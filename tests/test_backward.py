@@ -274,20 +274,6 @@ def test_any_tile_shape(case, block_m, block_n, device, poison, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.slow
-@pytest.mark.parametrize("D", [64, 128, 256])
-@pytest.mark.parametrize("case", [Case(1000, H=6, H_kv=3), Case(1000, H=6, H_kv=3, docs=((300, 700),))],
-                         ids=["closed", "documents"])
-def test_the_tiles_of_sm_80(case, D, device, monkeypatch):
-    """Every entry of the table is run, on whatever card there is."""
-    monkeypatch.setitem(tiles.TILES, ("sm_90", D), tiles.TILES["sm_80", D])
-    case = case._replace(D=D)
-    x = make_inputs(case, torch.bfloat16, device)
-    mask, seen = make_mask(case, device)
-    assert_as_good_as_torch(ours(x, mask), x, seen)
-
-
-@pytest.mark.gpu
 def test_float32_on_a_gpu(device):
     case = Case(200, H=2, D=64)
     x = make_inputs(case, torch.float32, device)

@@ -102,8 +102,8 @@ def test_sweep_is_every_power_of_two():
 
 def test_options_choose_shapes_and_contenders():
     args = bench.parse("--only flash_attn2,sdpa:* --T 512 1000 --head-dim 256 --mask full window".split())
-    assert bench.cases(args) == [Case("full", 256, 512), Case("full", 256, 1000),
-                                 Case("window", 256, 512), Case("window", 256, 1000)]
+    assert bench.cases(args) == [Case("full", 256, 512, 32768), Case("full", 256, 1000, 32768),
+                                 Case("window", 256, 512, 32768), Case("window", 256, 1000, 32768)]
     assert bench.contenders(args, "full") == ["flash_attn2", "sdpa:flash", "sdpa:cudnn", "sdpa:efficient", "sdpa:math"]
     assert bench.contenders(args, "window") == ["flash_attn2"]
     assert bench.contenders(bench.parse(["--only", "sdpa"]), "documents") == ["sdpa"]
@@ -114,7 +114,7 @@ def test_options_choose_shapes_and_contenders():
     ("--only fa4", "no contender is called 'fa4'; known: flash_attn2, flex"),
     ("--only varlen_attn --mask full", "none of these contenders takes the mask full"),
     ("--T 0", "--T must be at least 1"),
-    ("--rounds 0", "--rounds and --T must be at least 1"),
+    ("--rounds 0", "--rounds, --tokens and --T must be at least 1"),
     ("--head-dim 96", "--head-dim divide 2048"),
     ("--mask sparse", "invalid choice: 'sparse'"),
     ("--T 512 --sweep", "not allowed with"),
@@ -341,7 +341,6 @@ def test_every_contender_runs_and_is_right(mask, monkeypatch):
     for one in rows:
         assert "skipped" not in one, one
         assert all(len(times) == 2 and min(times) > 0 for times in one["ms"].values())
-        assert one["median_ms"]["backward"] > one["median_ms"]["forward"]
         assert all(e < 1e-2 for e in one["error"].values()), one
         assert 0.1 < one["peak_gib"] < 40
     assert masks.pairs(case.kernel_mask(torch.device("cuda")), case.B, 1024, 1024) == rows[0]["pairs"]

@@ -1,0 +1,568 @@
+"""Faults that users of other attention kernels met and reported: a recipe each, and the right result.
+
+The numbers are those of our list of them; a test's docstring names the public threads. Where each line went:
+
+    1   test_line_1_a_packed_view_past_2_31_elements
+    3   test_line_3_more_than_2_31_rows_of_lse, test_line_3_a_million_tokens
+    4   test_line_4_many_short_rows_past_2_31_elements
+    6   test_line_6_thirty_two_rows_of_32768, test_numerics.py::test_long_sequences
+    7   test_line_7_more_than_65535_heads
+    9   test_line_9_large_scores_past_the_last_row, test_backward.py::test_large_scores_past_the_last_row_make_no_nan
+    11  test_line_11_documents_of_one_key
+    13  test_forward.py::test_row_without_keys_is_zero_with_lse_minus_infinity,
+        test_backward.py::test_row_without_keys_passes_no_gradient
+    15  test_line_15_a_masked_row_is_zero_not_the_mean
+    17  test_line_17_every_length
+    19  test_line_19_one_query_of_twenty_keys
+    21  test_line_21_windows_and_lengths, test_forward.py::test_window_that_reaches_everything_is_causal
+    22  test_line_22_a_document_without_queries
+    23  test_line_23_empty_documents_of_width_256, test_forward.py::test_nothing_in_nothing_out,
+        test_backward.py::test_nothing_in_zero_out
+    26  test_line_26_and_45_grouped_heads
+    27  test_line_27_do_of_every_other_batch_row
+    28  test_line_28_do_as_autograd_makes_it, test_backward.py::test_do_of_any_layout
+    29  test_line_29_five_layouts_at_once, test_backward.py::test_q_k_v_of_any_layout
+    32  test_line_32_rows_that_no_vector_load_can_read
+    34  test_line_34_every_width, test_numerics.py::test_widths_and_lengths
+    36  test_line_36_float32_is_not_tf32, test_backward.py::test_float32_on_a_gpu
+    38  test_line_38_every_combination_of_options
+    39  test_line_39_mixed_dtypes, test_ops.py::test_error
+    41  test_ops.py::test_compiled_is_eager, test_ops.py::test_opcheck_forward_of_transposed_inputs
+    43  test_ops.py::test_second_length_compiled
+    45  test_line_26_and_45_grouped_heads
+    47  test_ops.py::test_on_a_device_that_is_not_the_current_one
+    48  test_line_48_backward_in_a_fresh_thread, test_line_48_in_a_spawned_process
+    49  test_line_49_nothing_is_tuned_and_nothing_is_atomic
+    51  test_line_51_repeats, test_line_51_repeats_under_load
+    53  test_line_53_thousands_of_repeats
+    T1  test_line_T2_and_T6_every_tile, test_numerics.py::test_widths_and_lengths: all five products, as shipped
+    T2  test_line_T2_and_T6_every_tile
+    T3  test_line_T3_arguments_of_one, with the ptxas that triton ships
+    T4  test_compile.py::test_every_tile_fits: each is compiled; none asks for warp specialization
+    T5  none: the fault is Blackwell's, and our accumulators are separate
+    T6  test_line_T2_and_T6_every_tile
+    N1  test_ops.py::test_bfloat16_on_a_cpu_is_refused
+    N2  none: numpy is pinned beside triton 3.6 in the Makefile, and every test on a CPU loops over run-time bounds
+    N3  test_tiles.py::test_descriptors_load_what_pointers_load; no atomics, no inline assembly
+    N4  test_forward.py::test_row_without_keys_is_zero_with_lse_minus_infinity
+    N5  none: nothing is autotuned
+"""
+import ast
+import itertools
+import multiprocessing
+import re
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from attention_cases import (
+    FULL,
+    Case,
+    Inputs,
+    assert_as_good_as_torch,
+    document_starts,
+    make_inputs,
+    make_mask,
+    on_both,
+    ours,
+    packing,
+)
+from torch import Tensor
+
+import flash_attn2
+from flash_attn2 import Mask, causal_mask, flash_attention, tiles
+from flash_attn2.backward import backward
+from flash_attn2.masks import from_bounds
+
+HERE = Path(__file__).parent
+LINES = set("1 3 4 6 7 9 11 13 15 17 19 21 22 23 26 27 28 29 32 34 36 38 39 41 43 45 47 48 49 51 53 "
+            "T1 T2 T3 T4 T5 T6 N1 N2 N3 N4 N5".split())
+
+
+def listed() -> dict[str, str]:
+    """The list above: what each line says."""
+    found = re.findall(r"^    ([TN]?\d+) +(.*(?:\n {8}\S.*)*)", __doc__, re.M)
+    assert len(found) == len(dict(found)), "a line twice"
+    return dict(found)
+
+
+def functions_of(file: str) -> set[str]:
+    return {f.name for f in ast.parse((HERE / file).read_text()).body if isinstance(f, ast.FunctionDef)}
+
+
+def test_the_list_is_complete_and_true():
+    """Each line names tests that exist, or says why there is none; each test here stands in the list."""
+    assert set(listed()) == LINES
+    named = set()
+    for line, text in listed().items():
+        tests = re.findall(r"(?:(test_\w+\.py)::)?(test_\w+)(?!\w|\.py)", text)
+        assert tests or text.startswith("none: "), line
+        for file, test in tests:
+            assert test in functions_of(file or Path(__file__).name), f"{line}: {text}"
+            named |= {test} if not file else set()
+    assert {test for test in functions_of(Path(__file__).name) if test.startswith("test_line_")} == named
+
+
+def assert_same_bits(got: dict[str, Tensor], expected: dict[str, Tensor], where: str = "") -> None:
+    for name, value in got.items():
+        assert torch.equal(value, expected[name]), f"{name} {where}"
+
+
+def random_inputs(case: Case, dtype: torch.dtype, device: torch.device) -> Inputs:
+    """make_inputs for tensors so large that no float32 copy of them may exist."""
+    H_kv = case.H_kv or case.H
+    q, do = (torch.randn(case.B, case.Tq, case.H, case.D, dtype=dtype, device=device) for _ in range(2))
+    k, v = (torch.randn(case.B, case.keys, H_kv, case.D, dtype=dtype, device=device) for _ in range(2))
+    return Inputs(*(t.requires_grad_() for t in (q, k, v)), do, torch.randn(case.B, case.H, case.Tq, device=device))
+
+
+def batch_rows(x: Inputs, rows: slice) -> Inputs:
+    return Inputs(*(t.detach()[rows].requires_grad_() for t in x[:3]), x.do[rows], x.dlse[rows])
+
+
+def assert_rows_as_if_alone(got: dict[str, Tensor], x: Inputs, mask: Mask, rows: slice) -> None:
+    """These batch rows, bit for bit as a call of theirs alone gives them."""
+    alone = mask if mask.lo is None else Mask(mask.left, mask.right, *(t[rows] for t in mask[2:]))
+    assert_same_bits(ours(batch_rows(x, rows), alone), {name: value[rows] for name, value in got.items()}, str(rows))
+
+
+@on_both(Case(66, H=1, D=16, window=40), Case(2**31 // (3 * 32 * 128) + 1000, H=32, D=128, window=129))
+def test_line_1_a_packed_view_past_2_31_elements(case, dtype, device, big):
+    """thu-ml/SageAttention#386: q, k, v are views of one (1, S, 3, H, D), and row * stride overflowed."""
+    big(30)
+    qkv = torch.randn(1, case.Tq, 3, case.H, case.D, dtype=dtype, device=device)
+    x = Inputs(*(t.detach().requires_grad_() for t in qkv.unbind(2)), torch.randn_like(qkv[:, :, 0]).contiguous(),
+               torch.randn(1, case.H, case.Tq, device=device))
+    copies = x._replace(**{n: getattr(x, n).detach().contiguous().requires_grad_() for n in "qkv"})
+    assert x.q.stride(1) == 3 * copies.q.stride(1)
+    assert_same_bits(ours(x, causal_mask(case.window)), ours(copies, causal_mask(case.window)))
+
+
+@on_both(Case(40, B=2, H=4, H_kv=1, D=1, window=16), Case(2**22 + 8, B=8, H=64, H_kv=1, D=1, window=16))
+def test_line_3_more_than_2_31_rows_of_lse(case, dtype, device, big):
+    """fla-org/flash-linear-attention#769, state-spaces/mamba#1015, Knowledgator/FlashDeBERTa#11: lse and delta too have
+    more than 2^31 elements. One column wide, so that all of it fits."""
+    big(50)
+    x = random_inputs(case, dtype, device)
+    assert x.dlse.numel() > 2**31 or dtype == torch.float32
+    mask = causal_mask(case.window)
+    got = ours(x, mask)
+    for rows in (slice(0, 1), slice(case.B - 1, None)):
+        assert_rows_as_if_alone(got, x, mask, rows)
+
+
+@on_both(Case(320, H=1, D=16, window=40), Case(2**20, H=6, H_kv=3, window=1025))
+@pytest.mark.parametrize("form", ["closed", "documents"])
+def test_line_3_a_million_tokens(case, dtype, form, device):
+    """state-spaces/mamba#1015, Knowledgator/FlashDeBERTa#11: the last tokens as if the first had never been."""
+    T = case.Tq
+    tail, sure = (192, 64) if T == 320 else (8192, 4096)        # T - tail a multiple of every tile: the same walk
+    x = random_inputs(case, dtype, device)
+    docs = packing(T - tail // 2, 9, 0) + (tail // 4, tail // 4)
+    starts = document_starts((docs,), device) if form == "documents" else None
+    got = ours(x, causal_mask(case.window, starts))
+    late = Inputs(*(t.detach()[:, -tail:].requires_grad_() for t in x[:3]), x.do[:, -tail:], x.dlse[..., -tail:])
+    late_starts = None if starts is None else (starts[:, -tail:] - (T - tail)).clamp(min=0)
+    expected = ours(late, causal_mask(case.window, late_starts))
+    for g in (got, expected):
+        g["lse"] = g["lse"].transpose(1, 2)
+    assert_same_bits(*({n: t[:, -sure:] for n, t in g.items()} for g in (got, expected)))
+
+
+@on_both(Case(33, B=3, H=2, H_kv=1, D=16), Case(256, B=16384, H=16, H_kv=4, D=64))
+def test_line_4_many_short_rows_past_2_31_elements(case, dtype, device, big):
+    """Dao-AILab/flash-attention#1500: 2^32 elements of q, the batch row's offset overflowed in the backward."""
+    big(48)
+    x = random_inputs(case, dtype, device)
+    got = ours(x, causal_mask())
+    n = case.B // 32 + 1
+    for first in (0, case.B // 2 - n // 2, case.B - n):
+        assert_rows_as_if_alone(got, x, causal_mask(), slice(first, first + n))
+
+
+@on_both(Case(70, B=2, H=1, D=16, window=40), Case(32768, B=32, H=6, H_kv=3, window=1025))
+def test_line_6_thirty_two_rows_of_32768(case, dtype, device):
+    """pytorch/pytorch#160955, NVIDIA-NeMo/Automodel#3802: B * T * T is past 2^31 many times over."""
+    docs = tuple(packing(case.Tq, 5 + b, b) for b in range(case.B))
+    x, mask = random_inputs(case, dtype, device), causal_mask(case.window, document_starts(docs, device))
+    got = ours(x, mask)
+    for b in (0, case.B - 1):
+        assert_rows_as_if_alone(got, x, mask, slice(b, b + 1))
+
+
+@pytest.mark.parametrize("case, dtype", [
+    pytest.param(Case(17, B=3, H=2, H_kv=1, D=16), torch.float32, id="small"),
+    pytest.param(Case(17, B=10923, H=6, H_kv=3, D=16), torch.bfloat16, id="65538", marks=pytest.mark.gpu),
+    pytest.param(Case(17, B=16384, H=4, H_kv=2, D=16), torch.bfloat16, id="65536", marks=pytest.mark.gpu)])
+def test_line_7_more_than_65535_heads(case, dtype, device):
+    """fla-org/flash-linear-attention#172, #1077, triton-lang/triton#3299, flashinfer-ai/flashinfer#3125: axes y and z
+    of a grid end there."""
+    x = make_inputs(case, dtype, device)
+    mask, seen = make_mask(case, device)
+    got = ours(x, mask)
+    for first in range(0, case.B, 4096):                 # torch's products by parts, which stay below the limit
+        rows = slice(first, first + 4096)
+        assert_as_good_as_torch({name: value[rows] for name, value in got.items()}, batch_rows(x, rows), seen)
+
+
+@pytest.mark.parametrize("lengths, dtype", [
+    pytest.param((97,), torch.float32, id="small"),
+    pytest.param((97, 127, 129, 200, 1025), torch.bfloat16, id="bfloat16", marks=pytest.mark.gpu),
+    pytest.param((97, 127, 129, 200, 1025), torch.float16, id="float16", marks=pytest.mark.gpu)])
+def test_line_9_large_scores_past_the_last_row(lengths, dtype, device, poison):
+    """Dao-AILab/flash-attention, test_flash_attn_bwd_overflow: an unmasked tail gave dq NaN."""
+    for T in lengths:
+        case = Case(T, H=2, H_kv=1, D=64 if device.type == "cuda" else 16, q_times=5.0)
+        x = make_inputs(case, dtype, device)
+        with torch.no_grad():
+            x.k.mul_(3.0)
+        mask, seen = make_mask(case, device)
+        assert_as_good_as_torch(ours(x, mask), x, seen)
+
+
+@on_both(Case(256, 3, H=1, D=16, segments=((76, 1), (34, 1), (146, 1)), q_times=3.0),
+         Case(256, 3, H=6, H_kv=3, segments=((76, 1), (34, 1), (146, 1)), q_times=3.0))
+def test_line_11_documents_of_one_key(case, dtype, device, poison):
+    """Dao-AILab/flash-attention#443: dq NaN. All but each document's last query see no key."""
+    x = make_inputs(case, dtype, device)
+    mask, seen = make_mask(case, device)
+    got = ours(x, mask)
+    blind = ~seen.any(-1)
+    assert blind.sum() == 253 and (got["o"][:, blind] == 0).all() and (got["dq"][:, blind] == 0).all()
+    assert_as_good_as_torch(got, x, seen)
+
+
+@on_both(Case(65, H=1, D=16), Case(1000, H=6, H_kv=3))
+def test_line_15_a_masked_row_is_zero_not_the_mean(case, dtype, device, poison):
+    """microsoft/onnxruntime#28904: with -1e30 for -inf a row without keys got the mean of v."""
+    i, first, last = torch.arange(case.Tq, device=device), case.Tq // 3, case.Tq // 2
+    blind = (i >= first) & (i < last)
+    lo, hi = torch.where(i < first, 0, first), torch.where(blind, first - 1, i)
+    x = make_inputs(case, dtype, device)
+    with torch.no_grad():
+        x.v.add_(3.0)
+    got = ours(x, from_bounds(lo[None], hi[None], case.Tq))
+    assert (got["o"][:, blind] == 0).all() and (got["lse"][..., blind] == float("-inf")).all()
+    assert (got["dq"][:, blind] == 0).all()
+    assert_as_good_as_torch(got, x, (i >= lo[:, None]) & (i <= hi[:, None]))
+
+
+@pytest.mark.parametrize("more_keys", [0, 7])
+@pytest.mark.parametrize("lengths, case, dtype", [
+    pytest.param((1, 2, 17, 65), Case(1, H=1, D=16), torch.float32, id="small"),
+    pytest.param(range(1, 131), Case(1, H=4, H_kv=2), torch.bfloat16, id="all", marks=pytest.mark.gpu)])
+def test_line_17_every_length(lengths, case, dtype, more_keys, device, poison):
+    """pytorch/pytorch#153799, openxla/tokamax#316: NaN gradients at some lengths."""
+    for T in lengths:
+        case = case._replace(Tq=T, Tk=T + more_keys)
+        x = make_inputs(case, dtype, device)
+        mask, seen = make_mask(case, device)
+        assert_as_good_as_torch(ours(x, mask), x, seen)
+
+
+@on_both(Case(1, 20, H=1, D=128), Case(1, 20, H=6, H_kv=3, D=128))
+@pytest.mark.parametrize("kind", ["causal", "full"])
+def test_line_19_one_query_of_twenty_keys(case, dtype, kind, device, poison):
+    """triton-lang/kernels#6."""
+    case = case if kind == "causal" else case._replace(sides=FULL)
+    x = make_inputs(case, dtype, device)
+    mask, seen = make_mask(case, device)
+    assert seen.all()
+    assert_as_good_as_torch(ours(x, mask), x, seen)
+
+
+@pytest.mark.parametrize("T, windows, case, dtype", [
+    pytest.param(66, (0, 64, 66), Case(1, H=1, D=16), torch.float32, id="small"),
+    *(pytest.param(T, (0, 1, 63, 64, 65, T - 1, T), Case(1, H=6, H_kv=3), torch.bfloat16, id=f"T{T}",
+                   marks=pytest.mark.gpu) for T in (129, 1024))])
+def test_line_21_windows_and_lengths(T, windows, case, dtype, device, poison):
+    """Dao-AILab/flash-attention#1133, #1366, #2199, huggingface/transformers#39408: off by one at one end, zeros where
+    queries and keys differ in number. `left` as flash-attn has it: left + 1 keys."""
+    for left, more_keys in itertools.product(windows, (-1, 0, 1)):
+        case = case._replace(Tq=T, Tk=T + more_keys, sides=(left, 0))
+        x = make_inputs(case, dtype, device)
+        mask, seen = make_mask(case, device)
+        assert_as_good_as_torch(ours(x, mask), x, seen)
+
+
+@on_both(Case(65, 130, H=1, D=16, segments=((0, 1), (65, 129))),
+         Case(1023, 2045, H=6, H_kv=3, segments=((0, 1), (1023, 2044))))
+def test_line_22_a_document_without_queries(case, dtype, device, poison):
+    """Dao-AILab/flash-attention#1254: the backward never returned."""
+    x = make_inputs(case, dtype, device)
+    mask, seen = make_mask(case, device)
+    got = ours(x, mask)
+    assert (got["dk"][:, :1] == 0).all() and (got["dv"][:, :1] == 0).all()
+    assert_as_good_as_torch(got, x, seen)
+
+
+@on_both(Case(70, 75, H=1, D=256, segments=((0, 3), (60, 0), (10, 70), (0, 2))),
+         Case(700, 750, H=6, H_kv=3, D=256, segments=((0, 30), (600, 0), (100, 700), (0, 20))))
+def test_line_23_empty_documents_of_width_256(case, dtype, device, poison):
+    """Dao-AILab/flash-attention#2562, #2470, #2515, #1159, pytorch/pytorch#166318: an illegal access, a division by
+    zero, a crash."""
+    x = make_inputs(case, dtype, device)
+    mask, seen = make_mask(case, device)
+    assert_as_good_as_torch(ours(x, mask), x, seen)
+
+
+@on_both(Case(20, D=16), Case(300))
+@pytest.mark.parametrize("H, H_kv", [(8, 2), (6, 3), (12, 4), (16, 2)])
+def test_line_26_and_45_grouped_heads(case, dtype, H, H_kv, device, poison):
+    """XunhaoLai/native-sparse-attention-triton#27, Dao-AILab/flash-attention#648: the key head of a query head, in dk
+    and dv and in lse."""
+    case = case._replace(H=H, H_kv=H_kv)
+    x = make_inputs(case, dtype, device)
+    mask, seen = make_mask(case, device)
+    assert_as_good_as_torch(ours(x, mask), x, seen)
+
+
+@on_both(Case(32, B=2, H=4, H_kv=1, D=128), Case(32, B=2, H=4, H_kv=1, D=128))
+def test_line_27_do_of_every_other_batch_row(case, dtype, device, poison):
+    """Dao-AILab/flash-attention#355 and its test_flash_attn_bwd_transpose."""
+    x = make_inputs(case, dtype, device)
+    do = torch.randn(case.Tq, 2 * case.B, case.H, case.D, device=device).to(dtype)[:, ::2].transpose(0, 1)
+    assert not do.is_contiguous()
+    assert_same_bits(ours(x._replace(do=do), causal_mask()), ours(x._replace(do=do.contiguous()), causal_mask()))
+
+
+LOSSES = {
+    "sum": lambda o, w: o.sum(),
+    "mean": lambda o, w: o.mean(),
+    "cat": lambda o, w: (torch.cat([o, w], 1) * torch.cat([w, w], 1)).sum(),
+    "every_other_row": lambda o, w: o[:, ::2].sum(),
+    "transpose": lambda o, w: (o.transpose(1, 2) * w.transpose(1, 2).contiguous()).sum(),
+    "first_batch_row": lambda o, w: o[0].square().sum(),
+}
+
+
+@on_both(Case(20, B=2, H=1, D=16), Case(1000, B=2, H=6, H_kv=3))
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_line_28_do_as_autograd_makes_it(case, dtype, loss, device, poison):
+    """facebookresearch/xformers#282, ROCm/TransformerEngine#623, pytorch/pytorch#194719: strides of 0 and of others."""
+    x = make_inputs(case, dtype, device)
+    o, _ = flash_attention(x.q, x.k, x.v, causal_mask())
+    got = torch.autograd.grad(loss(o, x.do), x[:3], retain_graph=True)
+    leaf = o.detach().requires_grad_()
+    do, = torch.autograd.grad(loss(leaf, x.do), leaf)
+    for mine, expected in zip(got, torch.autograd.grad(o, x[:3], do.contiguous()), strict=True):
+        assert torch.equal(mine, expected)
+
+
+LAYOUTS = {
+    "BHTD": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
+    "packed": lambda t: torch.stack([-t, t, -t], 2)[:, :, 1],
+    "padded_rows": lambda t: torch.cat([t, -t[..., :8]], -1)[..., :t.shape[-1]],
+    "every_other_head": lambda t: torch.stack([t, -t], 3).flatten(2, 3)[:, :, ::2],
+    "batch_last": lambda t: t.transpose(0, 1).contiguous().transpose(0, 1),
+}
+
+
+@on_both(Case(20, B=2, H=1, D=16), Case(1000, B=2, H=6, H_kv=3))
+@pytest.mark.parametrize("turn", range(5))
+def test_line_29_five_layouts_at_once(case, dtype, turn, device, poison):
+    """ROCm/aotriton#236, flagos-ai/FlagAttention#46, #1: do read with o's strides, k with v's. Here q, k, v, o and do
+    each have their own."""
+    x = make_inputs(case, dtype, device)
+    o, lse = (t.detach() for t in flash_attention(x.q, x.k, x.v, causal_mask()))
+    plain = dict(q=x.q.detach(), k=x.k.detach(), v=x.v.detach(), o=o, do=x.do)
+    ways = list(LAYOUTS.values())
+    strange = {name: ways[(n + turn) % 5](t) for n, (name, t) in enumerate(plain.items())}
+    got, expected = (backward(dlse=x.dlse, lse=lse, mask=causal_mask(), softmax_scale=case.D ** -0.5, **tensors)
+                     for tensors in (strange, plain))
+    for mine, theirs in zip(got, expected, strict=True):
+        assert torch.equal(mine, theirs)
+    o_again, lse_again = flash_attention(strange["q"], strange["k"], strange["v"], causal_mask())
+    assert torch.equal(o_again, o) and torch.equal(lse_again, lse)
+
+
+UNALIGNED = {
+    "columns_from_1": lambda t: torch.cat([t[..., :1], t], -1)[..., 1:],
+    "rows_of_odd_bytes": lambda t: torch.cat([t, t[..., :1]], -1)[..., :-1],
+    "rows_from_1_of_odd_bytes": lambda t: torch.cat([torch.cat([t[:, :1], t], 1), t.new_zeros(1, 1, 1, 1).expand(
+        t.shape[0], t.shape[1] + 1, t.shape[2], 1)], -1)[:, 1:, :, :-1],
+    "storage_offset_1": lambda t: torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape),
+    "every_other_column": lambda t: torch.stack([t, -t], -1).flatten(3)[..., ::2],
+}
+
+
+@pytest.mark.parametrize("case, dtype", [
+    pytest.param(Case(20, B=2, H=1, D=40), torch.float32, id="small"),
+    *(pytest.param(Case(1000, B=2, H=6, H_kv=3, D=D), torch.bfloat16, id=f"D{D}", marks=pytest.mark.gpu)
+      for D in (40, 72))])
+@pytest.mark.parametrize("layout", UNALIGNED)
+def test_line_32_rows_that_no_vector_load_can_read(case, dtype, layout, device, poison):
+    """pytorch/executorch#22193, meta-pytorch/attention-gym#367: a last stride of 2, a base off 16 bytes."""
+    x = make_inputs(case, dtype, device)
+    q, k, v, do = (UNALIGNED[layout](t.detach()) for t in x[:4])
+    assert torch.equal(q, x.q) and (q.stride() != x.q.stride() or q.storage_offset() == 1)
+    strange = Inputs(*(t.requires_grad_() for t in (q, k, v)), do, x.dlse)
+    assert_same_bits(ours(strange, causal_mask()), ours(x, causal_mask()))
+
+
+@pytest.mark.parametrize("widths, case, dtype", [
+    pytest.param((1, 16, 32, 40, 64, 72, 80, 96, 111, 128, 160, 192, 256), Case(20, H=1), torch.float32, id="small"),
+    pytest.param((1, 8, 16, 72), Case(200, H=6, H_kv=3), torch.bfloat16, id="large", marks=pytest.mark.gpu)])
+def test_line_34_every_width(widths, case, dtype, device, poison):
+    """triton-lang/triton#621, pytorch/pytorch#133321, #133495, sgl-project/sglang#1281: columns past 64 forgotten, a
+    width that is no power of two refused."""
+    for D in widths:
+        x = make_inputs(case._replace(D=D), dtype, device)
+        mask, seen = make_mask(case, device)
+        assert_as_good_as_torch(ours(x, mask), x, seen)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("D", [16, 128])
+def test_line_36_float32_is_not_tf32(D, device, poison):
+    """evintunador/triton_docs_tutorials#6, triton-lang/triton#1821: dq was off by 0.72. tf32 keeps 11 bits of 24."""
+    case = Case(200, H=2, D=D, q_times=5.0)
+    x = make_inputs(case, torch.float32, device)
+    mask, seen = make_mask(case, device)
+    assert_as_good_as_torch(ours(x, mask), x, seen)
+
+
+@on_both(Case(40, H=2, D=16), Case(300, H=6, D=64))
+@pytest.mark.parametrize("grouped, softcap", [(False, 0.0), (False, 5.0), (True, 0.0), (True, 5.0)])
+def test_line_38_every_combination_of_options(case, dtype, grouped, softcap, device, poison):
+    """triton-lang/triton#4174, KempnerInstitute/KempnerForge#206: wrong where not causal, nothing at one width."""
+    case = case._replace(H_kv=1 if grouped else None, softcap=softcap)
+    docs = ((case.Tq // 3, case.Tq - case.Tq // 3),)
+    masks = (dict(), dict(sides=FULL), dict(window=20), dict(sides=(9, 4)), dict(docs=docs), dict(docs=docs, window=9))
+    for changes, scale in zip(masks, itertools.cycle((None, 1.0)), strict=False):
+        one = case._replace(softmax_scale=scale, **changes)
+        x = make_inputs(one, dtype, device)
+        mask, seen = make_mask(one, device)
+        assert_as_good_as_torch(ours(x, mask, scale, softcap), x, seen, scale, softcap)
+
+
+def test_line_39_mixed_dtypes(device):
+    """q, k and v of two dtypes are refused before any launch; a do of another dtype arrives in o's."""
+    x = make_inputs(Case(5, H=1, D=16), torch.float16, device)
+    for name, dtype in itertools.product("qkv", (torch.bfloat16, torch.float32, torch.float64)):
+        mixed = dict(q=x.q, k=x.k, v=x.v) | {name: getattr(x, name).to(dtype)}
+        with pytest.raises(TypeError, match="must agree|must be float16, bfloat16 or float32"):
+            flash_attention(**mixed, mask=causal_mask())
+    o, _ = flash_attention(x.q, x.k, x.v, causal_mask())
+    expected = torch.autograd.grad(o, x[:3], x.do, retain_graph=True)
+    for mine, theirs in zip(torch.autograd.grad(o, x[:3], x.do.float()), expected, strict=True):
+        assert mine.dtype == torch.float16 and torch.equal(mine, theirs)
+
+
+@on_both(Case(65, H=2, H_kv=1, D=16), Case(1000, H=6, H_kv=3))
+def test_line_48_backward_in_a_fresh_thread(case, dtype, device):
+    """vllm-project/vllm#33857, pytorch/helion#416: there no allocator was set."""
+    x = make_inputs(case, dtype, device)
+    expected = ours(x, causal_mask())
+    with ThreadPoolExecutor(1) as pool:
+        assert_same_bits(pool.submit(ours, x, causal_mask()).result(), expected)
+    o, lse = flash_attention(x.q, x.k, x.v, causal_mask())
+    with ThreadPoolExecutor(1) as pool:
+        got = pool.submit(torch.autograd.grad, (o, lse), x[:3], (x.do, x.dlse)).result()
+    assert_same_bits(dict(zip(("dq", "dk", "dv"), got, strict=True)), expected)
+
+
+def in_child(device_type: str):
+    """What a spawned process returns: plain arrays, which outlive it."""
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if device_type == "cuda" else torch.float32
+    x = make_inputs(Case(200, H=6, H_kv=3), dtype, torch.device(device_type))
+    return {name: value.float().cpu().numpy() for name, value in ours(x, causal_mask()).items()}
+
+
+@pytest.mark.gpu
+def test_line_48_in_a_spawned_process(device):
+    """vllm-project/vllm#33857, pytorch/helion#416: as a DataLoader's worker is."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        got = pool.submit(in_child, device.type).result()
+    for name, value in in_child(device.type).items():
+        assert (got[name] == value).all(), name
+
+
+def test_line_49_nothing_is_tuned_and_nothing_is_atomic():
+    """triton-lang/triton#4217, #3004, #5339, #3755: trials of a tuner added their atomics to the result."""
+    for file in Path(flash_attn2.__file__).parent.glob("*.py"):
+        assert not re.search(r"\bautotune\(|\batomic_\w+\(|set_allocator\(", file.read_text()), file
+
+
+REPEATS = {"D64": Case(1000, B=8, H=6, H_kv=3), "D128": Case(1000, B=8, H=6, H_kv=3, D=128),
+           "D64_documents": Case(1024, B=2, H=6, H_kv=3, docs=((300, 724), (1, 1023)))}
+
+
+def same_every_time(x: Inputs, mask: Mask, repeats: int, between=lambda: None) -> None:
+    """One look at the GPU in the end."""
+    first, same = ours(x, mask), torch.ones((), dtype=torch.bool, device=x.q.device)
+    assert all(value.isfinite().all() for value in first.values())
+    for _ in range(repeats):
+        between()
+        for name, value in ours(x, mask).items():
+            same &= (value == first[name]).all()
+    assert same
+
+
+@pytest.mark.parametrize("case, repeats, dtype", [
+    pytest.param(Case(65, H=1, D=16), 2, torch.float32, id="small"),
+    *(pytest.param(case, 200, torch.bfloat16, id=name, marks=pytest.mark.gpu) for name, case in REPEATS.items())])
+def test_line_51_repeats(case, repeats, dtype, device):
+    """Dao-AILab/flash-attention#429, #988, #1766, #2244, #2510: dq differed from run to run."""
+    same_every_time(make_inputs(case, dtype, device), make_mask(case, device)[0], repeats)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", REPEATS.values(), ids=REPEATS)
+def test_line_51_repeats_under_load(case, device):
+    """Dao-AILab/flash-attention#429, #2510: with other kernels on the GPU beside ours."""
+    side, a = torch.cuda.Stream(), torch.randn(4096, 4096, dtype=torch.bfloat16, device=device)
+    side.wait_stream(torch.cuda.current_stream())
+
+    def load():
+        with torch.cuda.stream(side):
+            for _ in range(4):
+                torch.mm(a, a)
+    same_every_time(make_inputs(case, torch.bfloat16, device), make_mask(case, device)[0], 50, load)
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("case, repeats, dtype", [
+    pytest.param(Case(40, 50, H=1, D=40), 2, torch.float32, id="small"),
+    *(pytest.param(Case(Tq, Tk, H=6, H_kv=3, D=D), 2000, torch.bfloat16, id=f"{Tq}x{Tk}-D{D}", marks=pytest.mark.gpu)
+      for Tq, Tk, D in ((128, 117, 40), (108, 256, 128), (1023, 1024, 64)))])
+def test_line_53_thousands_of_repeats(case, repeats, dtype, device, poison):
+    """Dao-AILab/flash-attention, head of flash_attn_triton.py: races at widths and lengths that fill no tile."""
+    case = case._replace(sides=FULL)
+    x = make_inputs(case, dtype, device)
+    mask, seen = make_mask(case, device)
+    assert_as_good_as_torch(ours(x, mask), x, seen)
+    same_every_time(x, mask, repeats)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", ["closed", "documents"])
+@pytest.mark.parametrize("arch, D", sorted(tiles.TILES), ids=str)
+def test_line_T2_and_T6_every_tile(arch, D, form, device, poison, monkeypatch):
+    """fla-org/flash-linear-attention#984, #988, #945, #826: some tile shapes, warps and orders of operands gave
+    wrong or changing numbers. Every row of the table, sm_80's on whatever card there is."""
+    if arch == "sm_90" and torch.cuda.get_device_capability(device)[0] != 9:
+        pytest.skip("more shared memory than other cards have")
+    tile = tiles.TILES[arch, D]
+    for name in ("sm_80", "sm_90"):
+        monkeypatch.setitem(tiles.TILES, (name, D), tile)
+    case = Case(1000, H=6, H_kv=3, D=D, docs=((300, 700),) if form == "documents" else None)
+    x = make_inputs(case, torch.bfloat16, device)
+    mask, seen = make_mask(case, device)
+    assert_as_good_as_torch(ours(x, mask), x, seen)
+    same_every_time(x, mask, 20)
+
+
+ONES = {"T": Case(1, H=1, D=16), "D_and_H": Case(65, H=1, D=1), "all": Case(1, H=1, D=1),
+        "Tk": Case(65, 1, H=1, D=16), "H_kv": Case(65, H=2, H_kv=1, D=1)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)], ids=str)
+@pytest.mark.parametrize("case", ONES.values(), ids=ONES)
+def test_line_T3_arguments_of_one(case, dtype, device, poison):
+    """fla-org/flash-linear-attention#1262: arguments equal to 1 (lengths, heads, strides, scale) are compiled in."""
+    x = make_inputs(case, dtype, device)
+    mask, seen = make_mask(case, device)
+    assert_as_good_as_torch(ours(x, mask, 1.0), x, seen, 1.0)
