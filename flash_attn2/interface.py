@@ -11,10 +11,9 @@ from typing import SupportsIndex
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .masks import NO_BOUND, Mask, varlen_mask
+from .masks import Mask, sides, varlen_mask
 from .ops import flash_attention
 
 
@@ -130,17 +129,16 @@ def _checked_mask(cu_q: Tensor, cu_k: Tensor, total_q: int, total_k: int, left: 
 
 
 def _values_unreadable(x: Tensor) -> bool:
-    return (torch.compiler.is_compiling() or isinstance(x, FakeTensor)
+    return (torch.compiler.is_compiling() or type(x) is not Tensor
             or x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _sides(window_size: tuple[int, int], causal: bool) -> tuple[int, int]:
     """flash-attn's window_size and causal as the left and right of a Mask."""
     pair = isinstance(window_size, tuple | list) and len(window_size) == 2
-    if not pair or any(not isinstance(n, int) or n < -1 for n in window_size):
+    if not pair or any(not isinstance(n, SupportsIndex) or n < -1 for n in window_size):
         raise ValueError(f"{window_size=} must be (left, right), each a number of keys from 0, or -1 for no bound")
-    left, right = (NO_BOUND if n == -1 else min(n, NO_BOUND) for n in window_size)
-    return left, 0 if causal else right
+    return sides(*window_size, causal)
 
 
 def _refuse(dropout_p: float, alibi_slopes=None, block_table=None) -> None:

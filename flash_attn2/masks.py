@@ -11,7 +11,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 NO_BOUND = 2**30      # keys on one side; leaves room for i + NO_BOUND in int32
 
@@ -52,15 +51,15 @@ def varlen_mask(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, total_q: int, total_
                 left: int = NO_BOUND, right: int = NO_BOUND) -> Mask:
     """Segments packed into one row: query and key see each other only within one, the last query beside the last key.
 
-    Segment s holds the queries cu_seqlens_q[s] .. cu_seqlens_q[s + 1] - 1 of total_q and likewise the keys; either may
-    be empty. cu_seqlens_q, cu_seqlens_k (B + 1,) int32, from 0, never decreasing. A query sees `left` keys before its
-    position and `right` after it. Tokens past the last segment see nothing. The values of cu_seqlens are not checked,
-    since that would wait for the GPU; wrong ones give a wrong mask, but never a key that is not there.
+    Segment s of N holds the queries cu_seqlens_q[s] .. cu_seqlens_q[s + 1] - 1 of total_q and likewise the keys; either
+    may be empty. cu_seqlens_q, cu_seqlens_k (N + 1,) int32, from 0, never decreasing. A query sees `left` keys before
+    its position and `right` after it. Tokens past the last segment see nothing. The values of cu_seqlens are not
+    checked, since that would wait for the GPU; wrong ones give a wrong mask, but never a key that is not there.
     ValueError: left or right < 0."""
     if left < 0 or right < 0:
         raise ValueError(f"{left=} and {right=} must be numbers of keys, or {NO_BOUND} for no bound")
     i = torch.arange(total_q, device=cu_seqlens_q.device, dtype=torch.int32)
-    # i's segment: B past the last one, which is empty, as it ends at B too; -1 (wrong values) indexes the last entry
+    # i's segment; past the last one begin = end = N, which is empty. Wrong values may give -1: an index too.
     begin = torch.searchsorted(cu_seqlens_q, i, right=True) - 1
     end = (begin + 1).clamp(max=len(cu_seqlens_q) - 1)
     first, stop = cu_seqlens_k[begin], cu_seqlens_k[end]
@@ -68,6 +67,12 @@ def varlen_mask(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, total_q: int, total_
     lo = torch.clamp(position - min(left, NO_BOUND), first, stop)
     hi = torch.minimum(position + min(right, NO_BOUND), stop - 1)
     return from_bounds(lo[None], hi[None], total_k)
+
+
+def sides(left: int | None, right: int | None, causal: bool) -> tuple[int, int]:
+    """flash-attn's and torch's window as a Mask's left and right: None or -1 is no bound, causal is right = 0."""
+    left, right = (NO_BOUND if n is None or n < 0 else min(int(n), NO_BOUND) for n in (left, right))
+    return left, 0 if causal else right
 
 
 def from_bounds(lo: Tensor, hi: Tensor, Tk: int) -> Mask:
@@ -87,7 +92,7 @@ def pairs(mask: Mask, B: int, Tq: int, Tk: int) -> int:
     (no values, as when only shapes are traced) count as plain causal."""
     if mask.lo is None:
         return B * (_staircase(Tq, Tk, mask.right) - _staircase(Tq, Tk, -mask.left - 1))
-    if isinstance(mask.lo, FakeTensor):
+    if type(mask.lo) is not Tensor:         # fake: shapes without values
         return pairs(causal_mask(), B, Tq, Tk)
     return int((mask.hi - mask.lo + 1).sum(dtype=torch.int64))
 
@@ -101,11 +106,11 @@ def _staircase(Tq: int, Tk: int, offset: int) -> int:
 
 
 @triton.jit
-def interval(lo_ptr, hi_ptr, x, n_x, n_y, before, after, VECTORS: tl.constexpr):
+def interval(lo_ptr, hi_ptr, x, n_x, n_y, before, after):
     """First and last y that x reaches; x is an index or a tile of them. Keys of queries, or, with the arguments
-    swapped, queries of keys. An x past the end answers as the last one does."""
+    swapped, queries of keys; lo_ptr None: the closed form. An x past the end answers as the last one does."""
     x = tl.minimum(x, n_x - 1)
-    if VECTORS:
+    if lo_ptr is not None:
         lo = tl.load(lo_ptr + x)
         hi = tl.load(hi_ptr + x)
     else:
@@ -115,12 +120,11 @@ def interval(lo_ptr, hi_ptr, x, n_x, n_y, before, after, VECTORS: tl.constexpr):
 
 
 @triton.jit
-def tile_range(lo_ptr, hi_ptr, x0, BLOCK_X: tl.constexpr, n_x, n_y, before, after, BLOCK_Y: tl.constexpr,
-               VECTORS: tl.constexpr):
+def tile_range(lo_ptr, hi_ptr, x0, BLOCK_X: tl.constexpr, n_x, n_y, before, after, BLOCK_Y: tl.constexpr):
     """Tiles of y for the rows x0 .. x0 + BLOCK_X - 1: edge tiles are [begin, full_begin) and [full_end, end), and
     every pair of a tile in [full_begin, full_end) is seen."""
-    first_lo, first_hi = interval(lo_ptr, hi_ptr, x0, n_x, n_y, before, after, VECTORS)
-    last_lo, last_hi = interval(lo_ptr, hi_ptr, x0 + BLOCK_X - 1, n_x, n_y, before, after, VECTORS)
+    first_lo, first_hi = interval(lo_ptr, hi_ptr, x0, n_x, n_y, before, after)
+    last_lo, last_hi = interval(lo_ptr, hi_ptr, x0 + BLOCK_X - 1, n_x, n_y, before, after)
     begin = first_lo // BLOCK_Y
     end = tl.maximum(tl.cdiv(last_hi + 1, BLOCK_Y), begin)
     full_begin = tl.minimum(tl.cdiv(last_lo, BLOCK_Y), end)

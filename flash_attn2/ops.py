@@ -1,4 +1,4 @@
-"""The public call, its argument checks, and the two custom ops that torch.compile and checkpointing see."""
+"""The core call, its argument checks, and the two custom ops that torch.compile and checkpointing see."""
 import os
 
 import torch
@@ -25,8 +25,13 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask,
     bit for bit. Raises ValueError or TypeError before any launch."""
     q, k, v = _autocast(q, k, v)
     check(q, k, v, mask, softmax_scale, softcap)
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
-    return FlashAttention2.apply(q, k, v, *mask[2:], mask.left, mask.right, scale, float(softcap))
+    return FlashAttention2.apply(q, k, v, mask.lo, mask.hi, mask.q_lo, mask.q_hi, mask.left, mask.right,
+                                 scale_of(q, softmax_scale), float(softcap))
+
+
+def scale_of(q: Tensor, softmax_scale: float | None) -> float:
+    """softmax_scale, 1 / sqrt(head width) by default."""
+    return q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
 
 
 class FlashAttention2(torch.autograd.Function):
@@ -113,8 +118,8 @@ def check(q: Tensor, k: Tensor, v: Tensor, mask: Mask, softmax_scale: float | No
         raise ValueError(f"head width {D} must lie between 1 and {MAX_HEAD_DIM}")
     if softmax_scale is not None and not 1e-30 <= softmax_scale <= 1e30:
         raise ValueError(f"softmax_scale={float(softmax_scale)} must be positive and finite, within 1e-30 and 1e30")
-    if softcap and not 1e-3 <= softcap <= 1e6:
-        raise ValueError(f"softcap={float(softcap)} must be 0 (none) or lie between 0.001 and 1e6")
+    if softcap and not 1e-3 <= softcap <= 1e3:
+        raise ValueError(f"softcap={float(softcap)} must be 0 (none) or lie between 0.001 and 1000")
     _check_mask(mask, B, Tq, Tk, q.device)
     if q.device.type == "cpu":
         _check_interpreter(q)

@@ -22,8 +22,8 @@ from torch.nn.attention import (
 
 from .backward import backward
 from .forward import forward
-from .masks import NO_BOUND, Mask, varlen_mask
-from .ops import check
+from .masks import Mask, sides, varlen_mask
+from .ops import check, scale_of
 
 NAME = "nanolong_flash_attn2"
 
@@ -81,11 +81,11 @@ def varlen_forward(query: Tensor, key: Tensor, value: Tensor, cum_seq_q: Tensor 
     past the last sequence get output 0 and no gradient.
     ValueError: dropout, a debug mask, and whatever `others` (alibi_slopes, seqused_k, block_table, ...) ask for."""
     _refuse(dropout_p=dropout_p, return_debug_mask=return_debug_mask, **others,
-            num_splits=num_splits != 1 and num_splits)               # 1 is what we do
+            num_splits=None if num_splits == 1 else num_splits)
     q, k, v = _rows(cum_seq_q, query, key, value)
     mask = _mask(cum_seq_q, cum_seq_k, q.shape[1], k.shape[1], is_causal, window_size_left, window_size_right)
     check(q, k, v, mask, scale)
-    o, lse = forward(q, k, v, mask, _scale(q, scale))
+    o, lse = forward(q, k, v, mask, scale_of(q, scale))
     o, lse = (o, lse) if cum_seq_q is None else (o[0], lse[0])
     rng_state, unused = (query.new_empty(shape, dtype=torch.uint64) for shape in ((2,), ()))
     return _laid_out_as(query, o), lse, rng_state, unused, query.new_empty(0)
@@ -99,7 +99,7 @@ def varlen_backward(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor,
     _refuse(dropout_p=dropout_p)
     do, q, k, v, o, lse = _rows(cum_seq_q, grad_out, query, key, value, out, lse)
     mask = _mask(cum_seq_q, cum_seq_k, q.shape[1], k.shape[1], is_causal, window_size_left, window_size_right)
-    grads = backward(do, None, q, k, v, o, lse.contiguous(), mask, _scale(q, scale))
+    grads = backward(do, None, q, k, v, o, lse.contiguous(), mask, scale_of(q, scale))
     return tuple(_laid_out_as(x, g.view_as(x)) for x, g in zip((query, key, value), grads, strict=True))
 
 
@@ -114,15 +114,10 @@ def _rows(cum_seq: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
     return tensors if cum_seq is None else tuple(x[None] for x in tensors)
 
 
-def _scale(q: Tensor, scale: float | None) -> float:
-    return q.shape[-1] ** -0.5 if scale is None else float(scale)
-
-
 def _mask(cum_seq_q: Tensor | None, cum_seq_k: Tensor | None, Tq: int, Tk: int, is_causal: bool,
           left: int | None, right: int | None) -> Mask:
     """One closed form for dense rows, vectors for packed sequences. left, right as torch gives them."""
-    left, right = (NO_BOUND if n is None or n < 0 else min(n, NO_BOUND) for n in (left, right))
-    right = 0 if is_causal else right
+    left, right = sides(left, right, is_causal)
     if cum_seq_q is None:
         return Mask(left, right)
     return varlen_mask(cum_seq_q, cum_seq_k, Tq, Tk, left, right)

@@ -26,7 +26,7 @@ TMA = True
 # (architecture, padded head width) -> the three passes. fp16 and bf16.
 TILES = {
     ("sm_90", 64): dict(forward=Tile(64, 64, 4, 3, TMA), dkdv=Tile(64, 64, 4, 3, TMA), dq=Tile(64, 64, 4, 3, TMA)),
-    ("sm_90", 128): dict(forward=Tile(64, 64, 4, 3, TMA), dkdv=Tile(64, 64, 4, 2, TMA), dq=Tile(128, 64, 8, 3, TMA)),
+    ("sm_90", 128): dict(forward=Tile(128, 128, 8, 3, TMA), dkdv=Tile(64, 64, 4, 2, TMA), dq=Tile(128, 64, 8, 3, TMA)),
     ("sm_90", 256): dict(forward=Tile(128, 64, 8, 2), dkdv=Tile(64, 64, 8, 2, TMA), dq=Tile(128, 32, 8, 3, TMA)),
     ("sm_100", 64): dict(forward=Tile(64, 64, 4, 3, TMA), dkdv=Tile(64, 64, 4, 3, TMA), dq=Tile(64, 64, 4, 3, TMA)),
     ("sm_100", 128): dict(forward=Tile(64, 64, 4, 3, TMA), dkdv=Tile(64, 64, 4, 2, TMA), dq=Tile(128, 64, 8, 3, TMA)),
@@ -58,13 +58,18 @@ def architecture(major: int, minor: int) -> str:
     return {9: "sm_90", 10: "sm_100"}.get(major, "sm_80")
 
 
+def addressable(x: Tensor) -> Tensor:
+    """x, or one copy of it where the kernels could not walk its rows: last stride not 1, or 2^31 within a tile."""
+    return x if x.stride(-1) == 1 and x.stride(1) < 2**23 else x.contiguous()
+
+
 def tma_can(x: Tensor) -> bool:
     """Whether the tensor memory accelerator can address x (B, T, H, D): base and strides in steps of 16 bytes."""
     steps = [stride * x.element_size() for stride in x.stride()[:3]]
     return x.numel() > 0 and x.data_ptr() % 16 == 0 and all(step > 0 and step % 16 == 0 for step in steps)
 
 
-def streamed(t: Tile, block: int, *tensors: Tensor) -> tuple[Tile, list]:
+def descriptors_or_pointers(t: Tile, block: int, *tensors: Tensor) -> tuple[Tile, list]:
     """What a kernel walks over, tile of `block` rows by tile, and whether as TMA descriptors or as plain pointers."""
     if not (t.TMA and all(map(tma_can, tensors))):
         return t._replace(TMA=False), list(tensors)

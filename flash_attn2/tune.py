@@ -15,7 +15,8 @@ import torch
 
 from . import tiles
 from .backward import backward
-from .bench import milliseconds
+from .bench import FLUSH_BYTES, milliseconds
+from .bench_cases import D_MODEL, DTYPE
 from .forward import forward
 from .masks import causal_mask
 from .tiles import Tile
@@ -27,10 +28,8 @@ BLOCKS = {"forward": ((128, 128), (128, 64), (64, 128), (64, 64), (128, 32), (64
 
 
 def candidates(kind: str) -> list[Tile]:
-    """Plausible shapes of a pass: 4 warps own 64 rows of a product, 8 own 128 (backward over keys: of keys)."""
-    rows = 1 if kind == "dkdv" else 0
-    return [Tile(*block, 8 if block[rows] == 128 else 4, stages, tma)
-            for block, stages, tma in itertools.product(BLOCKS[kind], (1, 2, 3, 4), (True, False))]
+    return [Tile(*block, warps, stages, tma)
+            for block, warps, stages, tma in itertools.product(BLOCKS[kind], (4, 8), (1, 2, 3, 4), (True, False))]
 
 
 @contextmanager
@@ -46,7 +45,7 @@ def instead(key: tuple[str, int], kind: str, t: Tile) -> Iterator[None]:
 
 def launcher(kind: str, T: int, D: int, device: torch.device) -> Callable:
     """A whole forward, or a whole backward, on random inputs."""
-    q, k, v, do = (torch.randn(1, T, 2048 // D, D, device=device, dtype=torch.bfloat16) for _ in range(4))
+    q, k, v, do = (torch.randn(1, T, D_MODEL // D, D, device=device, dtype=DTYPE) for _ in range(4))
     inputs, scale = (q, k, v), D ** -0.5
     if kind == "forward":
         return lambda: forward(*inputs, causal_mask(), scale)
@@ -57,7 +56,7 @@ def launcher(kind: str, T: int, D: int, device: torch.device) -> Callable:
 def times(kind: str, T: int, D: int, device: torch.device) -> dict[Tile, list[float]]:
     """Milliseconds of each round by candidate; those that do not compile or fit are left out."""
     key = tiles.architecture(*torch.cuda.get_device_capability(device)), max(64, tiles.padded(D))
-    call, flush = launcher(kind, T, D, device), torch.empty(2**28, dtype=torch.int8, device=device)
+    call, flush = launcher(kind, T, D, device), torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
     found = {}
     for number in range(ROUNDS + 1):
         for t in candidates(kind) if number == 0 else list(found):

@@ -27,10 +27,8 @@ class Case(NamedTuple):
     B: int = 1
     window: int = 0
     sides: tuple[int, int] | None = None                # not causal: (left, right) keys, or FULL
-    docs: tuple[tuple[int, ...], ...] | None = None  # per batch row, the lengths of its documents
-    segments: tuple[tuple[int, int], ...] | None = (
-        None  # (queries, keys) of each document, causal from its bottom right
-    )
+    docs: tuple[tuple[int, ...], ...] | None = None     # per batch row, the lengths of its documents
+    segments: tuple[tuple[int, int], ...] | None = None     # (queries, keys) of each document, causal bottom right
     q_times: float = 1.0
     softmax_scale: float | None = None
     softcap: float = 0.0
@@ -93,16 +91,8 @@ SMALL = {
     "softcap": Case(130, H=2, H_kv=1, D=16, q_times=5.0, softcap=3.0),
     "softcap_Tq_above_Tk": Case(130, 65, H=1, D=16, softcap=30.0),
 }
-SMALL_HALF = [
-    "T65",
-    "T130",
-    "window65",
-    "documents_differ_by_row",
-    "Tq_above_Tk_rows_without_keys",
-    "gqa_8_2",
-    "D40_padded",
-    "q_times_5",
-]
+SMALL_HALF = ["T65", "T130", "window65", "documents_differ_by_row", "Tq_above_Tk_rows_without_keys", "gqa_8_2",
+              "D40_padded", "q_times_5"]
 
 
 def packing(T: int, n: int, seed: int) -> tuple[int, ...]:
@@ -123,9 +113,7 @@ LARGE = {
     "D64_documents": Case(2048, H=6, H_kv=3, B=2, docs=(packing(2048, 40, 0), packing(2048, 3, 1))),
     "D64_one_token_documents": Case(1024, H=6, H_kv=3, docs=((1,) * 1024,)),
     "D64_documents_T1000": Case(1000, H=6, H_kv=3, docs=(packing(1000, 9, 2),), window=129),
-    "D64_segments": Case(
-        1100, 1500, H=6, H_kv=3, segments=((76, 1), (0, 5), (324, 1294), (600, 0), (100, 200))
-    ),
+    "D64_segments": Case(1100, 1500, H=6, H_kv=3, segments=((76, 1), (0, 5), (324, 1294), (600, 0), (100, 200))),
     "D64_T16384": Case(16384, H=2, H_kv=2, window=1025),
     "D64_documents_T16384": Case(16384, H=6, H_kv=3, docs=(packing(16384, 30, 3),), window=4097),
     "D64_Tq_above_Tk": Case(2100, 1000, H=6, H_kv=3),
@@ -151,10 +139,7 @@ LARGE_HALF = ["D64_T1000", "D64_documents", "D64_q_times_5", "D128"]
 def cases():
     """pytest parameters (case, dtype): SMALL anywhere, LARGE on a GPU."""
     small = [(SMALL, SMALL, torch.float32, ()), (SMALL, SMALL_HALF, torch.float16, ())]
-    large = [
-        (LARGE, LARGE, torch.bfloat16, pytest.mark.gpu),
-        (LARGE, LARGE_HALF, torch.float16, pytest.mark.gpu),
-    ]
+    large = [(LARGE, LARGE, torch.bfloat16, pytest.mark.gpu), (LARGE, LARGE_HALF, torch.float16, pytest.mark.gpu)]
     return [pytest.param(table[name], dtype, id=f"{name}-{str(dtype)[6:]}", marks=marks)
             for table, names, dtype, marks in small + large for name in names]
 
@@ -170,9 +155,8 @@ def make_inputs(case: Case, dtype: torch.dtype, device: torch.device) -> Inputs:
     """Normal random q, k, v (which want gradients), do and dlse."""
     B, Tq, Tk, H, D = case.B, case.Tq, case.keys, case.H, case.D
     H_kv = H if case.H_kv is None else case.H_kv
-    q, k, v, do = (
-        torch.randn(B, T, heads, D, device=device) for T, heads in ((Tq, H), (Tk, H_kv), (Tk, H_kv), (Tq, H))
-    )
+    q, k, v, do = (torch.randn(B, T, heads, D, device=device)
+                   for T, heads in ((Tq, H), (Tk, H_kv), (Tk, H_kv), (Tq, H)))
     q, k, v = (x.to(dtype).requires_grad_() for x in (q * case.q_times, k, v))
     return Inputs(q, k, v, do.to(dtype), torch.randn(B, H, Tq, device=device))
 
@@ -205,19 +189,14 @@ def segment_mask(segments: tuple[tuple[int, int], ...], B: int, device: torch.de
     """Packed documents of unequal queries and keys; in each the last query stands at the last key."""
     first_key = running([n_k for _, n_k in segments])
     lo = [start for (n_q, _), start in zip(segments, first_key, strict=True) for _ in range(n_q)]
-    hi = [
-        start + i + n_k - n_q
-        for (n_q, n_k), start in zip(segments, first_key, strict=True)
-        for i in range(n_q)
-    ]
+    hi = [start + i + n_k - n_q for (n_q, n_k), start in zip(segments, first_key, strict=True) for i in range(n_q)]
     lo, hi = (torch.tensor(x, device=device).expand(B, -1) for x in (lo, hi))
     blocks = [reference.seen(n_q, n_k, device=device) for n_q, n_k in segments]
     return from_bounds(lo, hi, sum(n_k for _, n_k in segments)), torch.block_diag(*blocks).bool()
 
 
-def in_own_dtype(
-    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, softmax_scale: float | None = None, softcap: float = 0.0
-) -> tuple[Tensor, Tensor]:
+def in_own_dtype(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, softmax_scale: float | None = None,
+                 softcap: float = 0.0) -> tuple[Tensor, Tensor]:
     """The reference's maths with every step rounded to q's dtype. lse, a float32 result, has its value from float32;
     its gradient goes through the rounded scores, as in any kernel that multiplies in q's dtype."""
     group = q.shape[2] // k.shape[2]
@@ -238,9 +217,8 @@ def in_own_dtype(
     return torch.einsum("bhij,bjhd->bihd", p, v), lse + (rounded - rounded.detach())
 
 
-def by_rows(
-    attend, x: Inputs, seen: Tensor, softmax_scale: float | None, softcap: float = 0.0, chunk: int = 1024
-) -> dict[str, Tensor]:
+def by_rows(attend, x: Inputs, seen: Tensor, softmax_scale: float | None, softcap: float = 0.0,
+            chunk: int = 1024) -> dict[str, Tensor]:
     """o, lse, dq, dk, dv of a dense attention, a chunk of query rows at a time: no T^2 scores in memory."""
     q, k, v = (t.detach().requires_grad_() for t in x[:3])
     parts, dk, dv = [], 0, 0
@@ -248,9 +226,8 @@ def by_rows(
         rows = slice(i, i + chunk)
         q_rows = q[:, rows].detach().requires_grad_()
         o, lse = attend(q_rows, k, v, seen[..., rows, :], softmax_scale, softcap)
-        grads = torch.autograd.grad(
-            (o, lse), (q_rows, k, v), (x.do[:, rows].to(o.dtype), x.dlse[..., rows].to(lse.dtype))
-        )
+        grads = torch.autograd.grad((o, lse), (q_rows, k, v),
+                                    (x.do[:, rows].to(o.dtype), x.dlse[..., rows].to(lse.dtype)))
         parts.append((o.detach(), lse.detach(), grads[0]))
         dk, dv = dk + grads[1].double(), dv + grads[2].double()
     o, lse, dq = (torch.cat(p, dim) for p, dim in zip(zip(*parts, strict=True), (1, 2, 1), strict=True))
@@ -304,9 +281,8 @@ def verdicts(got: dict[str, Tensor], exact: dict[str, Tensor], torchs: dict[str,
     return found
 
 
-def judge(
-    got: dict[str, Tensor], x: Inputs, seen: Tensor, softmax_scale: float | None = None, softcap: float = 0.0
-) -> list[Verdict]:
+def judge(got: dict[str, Tensor], x: Inputs, seen: Tensor, softmax_scale: float | None = None,
+          softcap: float = 0.0) -> list[Verdict]:
     """`verdicts` against dense attention on the same inputs."""
     if "dq" not in got:
         x = x._replace(do=torch.zeros_like(x.do), dlse=torch.zeros_like(x.dlse))
@@ -314,9 +290,8 @@ def judge(
     return verdicts(got, exact, by_rows(in_own_dtype, x, seen, softmax_scale, softcap))
 
 
-def assert_as_good_as_torch(
-    got: dict[str, Tensor], x: Inputs, seen: Tensor, softmax_scale: float | None = None, softcap: float = 0.0
-) -> None:
+def assert_as_good_as_torch(got: dict[str, Tensor], x: Inputs, seen: Tensor, softmax_scale: float | None = None,
+                            softcap: float = 0.0) -> None:
     """The rule, for each of o, lse, dq, dk, dv that `got` has."""
     for verdict in judge(got, x, seen, softmax_scale, softcap):
         assert verdict.error <= verdict.limit, str(verdict)

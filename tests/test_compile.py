@@ -70,10 +70,10 @@ def measure(job: Job) -> dict:
     D = job.head_dim
     if job.kind == "delta":
         t = Tile(64, 64, 4, 3)                          # warps and stages: what a launch that names none gets
-        constants = dict(BLOCK_M=64, HAS_DLSE=True)
+        constants = dict(BLOCK_M=64)
     else:
         t = FLOAT32 if job.dtype == "fp32" else TILES[architecture(*capability(job.arch)), D][job.kind]
-        constants = dict(BLOCK_M=t.BLOCK_M, BLOCK_N=t.BLOCK_N, VECTORS=job.vectors, TMA=t.TMA)
+        constants = dict(BLOCK_M=t.BLOCK_M, BLOCK_N=t.BLOCK_N, TMA=t.TMA)
     source = specialised(job, t, constants | dict(D=D, D_PAD=D, tanh_scale=None))
     out = triton.compile(ASTSource(*source), target=GPUTarget("cuda", int(job.arch[3:]), 32),
                          options=dict(num_warps=t.num_warps, num_stages=t.num_stages))
@@ -112,9 +112,9 @@ def argument_type(name: str, job: Job, rows: int, tma: bool, constants: dict):
         return "*fp32"
     if name.endswith(("lo_ptr", "hi_ptr")):
         return "*i32"
-    if name in ("q", "k", "v", "do") and tma:
+    if name.endswith("_src") and tma:
         return f"tensordesc<{job.dtype}[1, {rows}, 1, {job.head_dim}]>"
-    if name in ("q", "k", "v", "do") or name.endswith("_ptr"):
+    if name.endswith(("_src", "_ptr")):
         return f"*{job.dtype}"
     return "fp32" if "scale" in name else "i32"
 

@@ -15,32 +15,18 @@ TILES = [(64, 64), (16, 64), (64, 16), (32, 128)]
 
 
 @triton.jit
-def interval_kernel(
-    lo_ptr, hi_ptr, out_ptr, n_x, n_y, before, after, BLOCK_X: tl.constexpr, VECTORS: tl.constexpr
-):
+def interval_kernel(lo_ptr, hi_ptr, out_ptr, n_x, n_y, before, after, BLOCK_X: tl.constexpr):
     x = tl.program_id(0) * BLOCK_X + tl.arange(0, BLOCK_X)
-    lo, hi = interval(lo_ptr, hi_ptr, x, n_x, n_y, before, after, VECTORS)
+    lo, hi = interval(lo_ptr, hi_ptr, x, n_x, n_y, before, after)
     tl.store(out_ptr + 2 * x, lo)
     tl.store(out_ptr + 2 * x + 1, hi)
 
 
 @triton.jit
-def tile_range_kernel(
-    lo_ptr,
-    hi_ptr,
-    out_ptr,
-    n_x,
-    n_y,
-    before,
-    after,
-    BLOCK_X: tl.constexpr,
-    BLOCK_Y: tl.constexpr,
-    VECTORS: tl.constexpr,
-):
+def tile_range_kernel(lo_ptr, hi_ptr, out_ptr, n_x, n_y, before, after, BLOCK_X: tl.constexpr, BLOCK_Y: tl.constexpr):
     pid = tl.program_id(0)
-    begin, full_begin, full_end, end = tile_range(
-        lo_ptr, hi_ptr, pid * BLOCK_X, BLOCK_X, n_x, n_y, before, after, BLOCK_Y, VECTORS
-    )
+    begin, full_begin, full_end, end = tile_range(lo_ptr, hi_ptr, pid * BLOCK_X, BLOCK_X, n_x, n_y, before, after,
+                                                  BLOCK_Y)
     tl.store(out_ptr + 4 * pid, begin)
     tl.store(out_ptr + 4 * pid + 1, full_begin)
     tl.store(out_ptr + 4 * pid + 2, full_end)
@@ -55,16 +41,12 @@ def bounds(mask: Mask, keys: bool, row: int):
     return lo[row], hi[row], mask.left, mask.right
 
 
-def intervals(
-    mask: Mask, n_x: int, n_y: int, keys: bool, device, row: int = 0, block: int = 64
-) -> torch.Tensor:
+def intervals(mask: Mask, n_x: int, n_y: int, keys: bool, device, row: int = 0, block: int = 64) -> torch.Tensor:
     """(tiles * block, 2): lo and hi of every row, those past the end of the last tile too."""
     tiles = triton.cdiv(n_x, block)
     out = torch.full((tiles * block, 2), -999, dtype=torch.int32, device=device)
     lo, hi, before, after = bounds(mask, keys, row)
-    interval_kernel[(tiles,)](
-        lo, hi, out, n_x, n_y, before, after, BLOCK_X=block, VECTORS=mask.lo is not None
-    )
+    interval_kernel[(tiles,)](lo, hi, out, n_x, n_y, before, after, BLOCK_X=block)
     return out.cpu()
 
 
@@ -72,8 +54,7 @@ def ranges(mask: Mask, n_x: int, n_y: int, keys: bool, device, block_x: int, blo
     tiles = triton.cdiv(n_x, block_x)
     out = torch.full((tiles, 4), -999, dtype=torch.int32, device=device)
     lo, hi, before, after = bounds(mask, keys, row)
-    tile_range_kernel[(tiles,)](lo, hi, out, n_x, n_y, before, after, BLOCK_X=block_x, BLOCK_Y=block_y,
-                                VECTORS=mask.lo is not None)
+    tile_range_kernel[(tiles,)](lo, hi, out, n_x, n_y, before, after, BLOCK_X=block_x, BLOCK_Y=block_y)
     return out.cpu().tolist()
 
 
@@ -85,31 +66,24 @@ def check_intervals(mask: Mask, seen: torch.Tensor, device, row: int = 0) -> Non
         lo, hi = got[:n_x, 0], got[:n_x, 1]
         y = torch.arange(n_y)
         assert torch.equal((y >= lo[:, None]) & (y <= hi[:, None]), pairs)
-        assert torch.equal(got[n_x:], got[n_x - 1 : n_x].expand(len(got) - n_x, 2)), (
-            "past the end: as the last one"
-        )
+        assert torch.equal(got[n_x:], got[n_x - 1:n_x].expand(len(got) - n_x, 2)), "past the end: as the last one"
         assert ((hi >= lo - 1) & (lo >= 0) & (hi < n_y)).all()
         assert (lo.diff() >= 0).all() and (hi.diff() >= 0).all(), "bounds never decrease"
 
 
-def check_ranges(
-    mask: Mask, seen: torch.Tensor, device, row: int = 0, block_x: int = 64, block_y: int = 64
-) -> None:
+def check_ranges(mask: Mask, seen: torch.Tensor, device, row: int = 0, block_x: int = 64, block_y: int = 64) -> None:
     """Every seen pair is walked; every pair of a full tile exists and is seen; no full tile is missed."""
     for keys, pairs in ((False, seen), (True, seen.T)):
         n_x, n_y = pairs.shape
-        for t, (begin, full_begin, full_end, end) in enumerate(
-            ranges(mask, n_x, n_y, keys, device, block_x, block_y, row)
-        ):
+        walks = ranges(mask, n_x, n_y, keys, device, block_x, block_y, row)
+        for t, (begin, full_begin, full_end, end) in enumerate(walks):
             assert 0 <= begin <= full_begin <= full_end <= end <= triton.cdiv(n_y, block_y) + (begin == end)
             rows = pairs[t * block_x:(t + 1) * block_x]
             walked = torch.zeros(n_y, dtype=torch.bool)
             walked[begin * block_y:end * block_y] = True
             assert not (rows & ~walked).any(), f"tile {t} of {'keys' if keys else 'queries'} misses a pair"
             assert full_end == full_begin or full_end * block_y <= n_y, "a full tile reaches past the end"
-            assert rows[:, full_begin * block_y : full_end * block_y].all(), (
-                f"tile {t}: a full tile hides an unseen pair"
-            )
+            assert rows[:, full_begin * block_y:full_end * block_y].all(), f"tile {t}: a full tile hides an unseen pair"
             columns = rows.all(0)[:n_y // block_y * block_y].view(-1, block_y).all(1)
             assert columns.sum() == full_end - full_begin, f"tile {t}: a full tile is walked as an edge"
             if rows.any(1).all():  # no row is empty: the walk is tight at both ends
@@ -146,18 +120,9 @@ def test_by_hand_two_documents(device):
 
 def test_by_hand_tile_ranges(device):
     """T = 256, tiles of 64, causal and window 100. (begin, full_begin, full_end, end)"""
-    assert ranges(causal_mask(), 256, 256, False, device, 64, 64) == [
-        [0, 0, 0, 1],
-        [0, 0, 1, 2],
-        [0, 0, 2, 3],
-        [0, 0, 3, 4],
-    ]
-    assert ranges(causal_mask(), 256, 256, True, device, 64, 64) == [
-        [0, 1, 4, 4],
-        [1, 2, 4, 4],
-        [2, 3, 4, 4],
-        [3, 4, 4, 4],
-    ]
+    of_queries, of_keys = (ranges(causal_mask(), 256, 256, keys, device, 64, 64) for keys in (False, True))
+    assert of_queries == [[0, 0, 0, 1], [0, 0, 1, 2], [0, 0, 2, 3], [0, 0, 3, 4]]
+    assert of_keys == [[0, 1, 4, 4], [1, 2, 4, 4], [2, 3, 4, 4], [3, 4, 4, 4]]
     # query 128 sees keys 29 to 128 and query 191 keys 92 to 191: no tile is within both
     assert ranges(causal_mask(100), 256, 256, False, device, 64, 64)[2] == [0, 2, 2, 3]
 
@@ -165,20 +130,15 @@ def test_by_hand_tile_ranges(device):
 def test_whole_row_is_one_walk_of_full_tiles(device):
     assert ranges(full_mask(), 128, 192, False, device, 64, 64) == [[0, 0, 3, 3]] * 2
     assert ranges(full_mask(), 192, 128, True, device, 64, 64) == [[0, 0, 2, 2]] * 3
-    assert ranges(full_mask(), 128, 190, False, device, 64, 64) == [[0, 0, 2, 3]] * 2, (
-        "an unfinished tile is an edge"
-    )
+    assert ranges(full_mask(), 128, 190, False, device, 64, 64) == [[0, 0, 2, 3]] * 2, "an unfinished tile is an edge"
 
 
-@pytest.mark.parametrize(
-    "Tq, Tk", [(1, 1), (65, 65), (128, 128), (1, 130), (130, 1), (65, 130), (130, 65), (128, 64)]
-)
+@pytest.mark.parametrize("Tq, Tk", [(1, 1), (65, 65), (128, 128), (1, 130), (130, 1), (65, 130), (130, 65), (128, 64)])
 def test_closed_form(Tq, Tk, device):
     """Causal, whole rows, windows on either side and both, each against every pair."""
     edges = (0, 1, 63, 64, Tq - 1, NO_BOUND)
-    for left, right in (
-        {(n, 0) for n in edges} | {(0, n) for n in edges} | {(5, 70), (70, 5), (NO_BOUND, 9), (NO_BOUND,) * 2}
-    ):
+    both = {(5, 70), (70, 5), (NO_BOUND, 9), (NO_BOUND, NO_BOUND)}
+    for left, right in {(n, 0) for n in edges} | {(0, n) for n in edges} | both:
         seen = reference.seen(Tq, Tk, causal=False, window=(left, right))
         check(Mask(left, right), seen, device, tiles=TILES[:2])
 
@@ -223,12 +183,7 @@ def test_random_monotone_bounds(seed, device):
 def test_vectors_are_what_the_kernels_take(device):
     mask = causal_mask(7, document_starts(((3, 4), (7,)), device))
     for x in mask[2:]:
-        assert (
-            x.dtype == torch.int32
-            and x.is_contiguous()
-            and x.shape == (2, 7)
-            and x.device.type == device.type
-        )
+        assert x.dtype == torch.int32 and x.is_contiguous() and x.shape == (2, 7) and x.device.type == device.type
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

@@ -3,8 +3,8 @@ import pytest
 import torch
 from attention_cases import Case, document_starts, make_inputs, make_mask, ours
 
-from flash_attn2 import causal_mask, flash_attention, forward, tiles
-from flash_attn2.tiles import Tile, architecture, padded, streamed, tma_can
+from flash_attn2 import causal_mask, flash_attention, tiles
+from flash_attn2.tiles import Tile, architecture, descriptors_or_pointers, padded, tma_can
 
 TMA = Tile(64, 64, 4, 1, TMA=True)
 CASES = {
@@ -69,9 +69,9 @@ def test_tma_can_take_a_packed_qkv():
     assert all(map(tma_can, (*qkv.unbind(2), qkv[:, :, 0].transpose(1, 2).contiguous().transpose(1, 2))))
 
 
-def test_nothing_is_streamed_of_an_empty_tensor():
+def test_nothing_is_descriptors_or_pointers_of_an_empty_tensor():
     """A descriptor of no rows does not exist: cuTensorMapEncode refuses it."""
-    t, rows = streamed(TMA, 64, torch.empty(1, 0, 2, 16), torch.empty(1, 0, 2, 16))
+    t, rows = descriptors_or_pointers(TMA, 64, torch.empty(1, 0, 2, 16), torch.empty(1, 0, 2, 16))
     assert not t.TMA and all(isinstance(x, torch.Tensor) for x in rows)
 
 
@@ -105,8 +105,8 @@ def test_descriptors_load_what_pointers_load_on_a_gpu(D, documents, device, monk
 @pytest.mark.gpu
 def test_a_copy_is_made_only_of_what_no_kernel_can_walk(device):
     x = torch.randn(1, 70, 2, 128, device=device, dtype=torch.bfloat16)
-    assert forward.addressable(x[:, :, :, 1:]).data_ptr() == x[:, :, :, 1:].data_ptr()
-    assert forward.addressable(x.transpose(1, 3)).is_contiguous()
+    assert tiles.addressable(x[:, :, :, 1:]).data_ptr() == x[:, :, :, 1:].data_ptr()
+    assert tiles.addressable(x.transpose(1, 3)).is_contiguous()
     starts = document_starts(((30, 40),), device)
     for view in (x[..., 1:65], x[:, 1:, :, :64]):
         got = flash_attention(view, view, view, causal_mask(0, starts[:, :view.shape[1]]))
