@@ -200,8 +200,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if min((args.rounds, args.tokens, *args.T, *args.head_dim)) < 1 or any(D_MODEL % D for D in args.head_dim):
         parser.error(f"--rounds, --tokens and --T must be at least 1, and --head-dim divide {D_MODEL}")
     for path in filter(None, (args.json, args.plot)):
-        if not path.absolute().parent.is_dir():
-            parser.error(f"{path}: there is no folder {path.parent}")
+        if not path.absolute().parent.is_dir() or path.is_dir():
+            parser.error(f"{path}: there is no folder {path.parent}, or this is one itself")
+    if args.source and (args.json or args.sweep):
+        parser.error("--from measures nothing: no --json and no --sweep with it")
     return args
 
 
@@ -212,6 +214,8 @@ def start(args: argparse.Namespace) -> tuple[dict, Iterator[list[dict]]]:
     if args.source:
         record = bench_report.load(args.source)
         record["rows"] = select(args, record["rows"])
+        if not record["rows"]:
+            raise ValueError(f"{args.source} has no rows of what the options select")
         return record, bench_report.shapes(record["rows"])
     if not torch.cuda.is_available():
         raise ValueError("the benchmark needs an NVIDIA GPU; --from FILE shows a kept record without one")

@@ -77,6 +77,10 @@ def load(path: Path) -> dict:
         raise ValueError(f"cannot read {path}: {error}") from error
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         raise ValueError(f"{path} is not a record of this benchmark ({FORMAT!r})")
+    try:
+        head(record), list(table(record, shapes(record["rows"])))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is not a whole record of this benchmark: {error!r}") from error
     return record
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .masks import Mask, sides, varlen_mask
+from .masks import Mask, sides, varlen_mask, without_values
 from .ops import flash_attention
 
 
@@ -40,8 +40,9 @@ def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
     Segment s holds the queries cu_seqlens_q[s] .. cu_seqlens_q[s + 1] - 1 and likewise the keys, and each stands bottom
     right on its own; either may be empty, B too may be 0. cu_seqlens_q and cu_seqlens_k are (B + 1,) int32,
     contiguous, from 0, never decreasing. Tokens past the last segment see nothing and are not seen: out = 0,
-    lse = -inf, gradients 0. lse is (H, total_q). max_seqlen_q and max_seqlen_k (integers) change nothing: there is no
-    padded grid to size, a tile finds its keys from the intervals of its rows.
+    lse = -inf, gradients 0; but they must be finite, since a tile multiplies them by 0. lse is (H, total_q).
+    max_seqlen_q and max_seqlen_k (integers) change nothing: there is no padded grid to size, a tile finds its keys from
+    the intervals of its rows.
 
     Reading the values of cu_seqlens waits for the GPU, so they are checked and the mask is built once for each pair of
     tensors: give every layer the same two. A tensor changed in place is read again where torch counts the change (not
@@ -129,7 +130,7 @@ def _checked_mask(cu_q: Tensor, cu_k: Tensor, total_q: int, total_k: int, left: 
 
 
 def _values_unreadable(x: Tensor) -> bool:
-    return (torch.compiler.is_compiling() or type(x) is not Tensor
+    return (torch.compiler.is_compiling() or without_values(x)
             or x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
@@ -152,6 +153,8 @@ def _refuse(dropout_p: float, alibi_slopes=None, block_table=None) -> None:
 def _check_varlen(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor) -> None:
     """Shapes, dtypes and devices; what q, k and v must agree on is left to `flash_attention`."""
     for name, x in dict(q=q, k=k, v=v).items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}; it must be a tensor")
         if x.dim() != 3:
             raise ValueError(f"{name} must be (tokens, heads, head width), not {tuple(x.shape)}")
     for name, x in dict(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k).items():

@@ -5,7 +5,7 @@ hi = lo - 1. So key j is seen by an interval of queries too, q_lo[j] <= i <= q_h
 of a tile bound all its work in O(1). Causal, window and whole rows are a closed form of two integers; documents are
 four vectors, built once a batch. Both are run-time values: a kernel is compiled once for each of the two forms.
 """
-from typing import NamedTuple
+from typing import NamedTuple, SupportsIndex
 
 import torch
 import triton
@@ -37,9 +37,11 @@ def causal_mask(window: int = 0, doc_start: Tensor | None = None) -> Mask:
     """A query sees itself and what came before it: the last `window` keys, itself included (0: all of them).
 
     doc_start (B, T), integers: where in the row each token's document begins; keys before it are not seen.
-    ValueError: window < 0."""
-    if window < 0:
+    ValueError: window < 0 or no integer, doc_start not (B, T) integers."""
+    if not isinstance(window, SupportsIndex) or window < 0:
         raise ValueError(f"{window=} must be a number of keys, or 0 for no window")
+    if doc_start is not None and (doc_start.dim() != 2 or doc_start.is_floating_point()):
+        raise ValueError(f"doc_start is {tuple(doc_start.shape)} {doc_start.dtype}; it must be (B, T) integers")
     left = min(window - 1, NO_BOUND) if window else NO_BOUND
     if doc_start is None:
         return Mask(left, 0)
@@ -61,7 +63,7 @@ def varlen_mask(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, total_q: int, total_
     i = torch.arange(total_q, device=cu_seqlens_q.device, dtype=torch.int32)
     # i's segment; past the last one begin = end = N, which is empty. Wrong values may give -1: an index too.
     begin = torch.searchsorted(cu_seqlens_q, i, right=True) - 1
-    end = (begin + 1).clamp(max=len(cu_seqlens_q) - 1)
+    end = (begin + 1).clamp(max=cu_seqlens_q.shape[0] - 1)
     first, stop = cu_seqlens_k[begin], cu_seqlens_k[end]
     position = i + (stop - cu_seqlens_q[end])
     lo = torch.clamp(position - min(left, NO_BOUND), first, stop)
@@ -81,10 +83,15 @@ def from_bounds(lo: Tensor, hi: Tensor, Tk: int) -> Mask:
     Neither may decrease along a row: that is not checked, since a look at the values would wait for the GPU."""
     lo = lo.clamp(0, Tk).int().contiguous()
     hi = torch.maximum(hi.clamp(-1, Tk - 1).int(), lo - 1).contiguous()
-    j = torch.arange(Tk, device=lo.device, dtype=torch.int32).expand(len(lo), Tk).contiguous()
+    j = torch.arange(Tk, device=lo.device, dtype=torch.int32).expand(lo.shape[0], Tk).contiguous()
     q_lo = torch.searchsorted(hi, j, out_int32=True)                        # queries that end before j
     q_hi = torch.searchsorted(lo, j, right=True, out_int32=True) - 1        # the last query that begins by j
     return Mask(lo=lo, hi=hi, q_lo=q_lo, q_hi=q_hi)
+
+
+def without_values(x: Tensor) -> bool:
+    """Whether x is a shape alone: fake, meta, or of another class of torch's that stands for a tensor."""
+    return type(x) is not Tensor or x.is_meta
 
 
 def pairs(mask: Mask, B: int, Tq: int, Tk: int) -> int:
@@ -92,7 +99,7 @@ def pairs(mask: Mask, B: int, Tq: int, Tk: int) -> int:
     (no values, as when only shapes are traced) count as plain causal."""
     if mask.lo is None:
         return B * (_staircase(Tq, Tk, mask.right) - _staircase(Tq, Tk, -mask.left - 1))
-    if type(mask.lo) is not Tensor:         # fake: shapes without values
+    if without_values(mask.lo):
         return pairs(causal_mask(), B, Tq, Tk)
     return int((mask.hi - mask.lo + 1).sum(dtype=torch.int64))
 

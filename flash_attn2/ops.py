@@ -1,5 +1,6 @@
 """The core call, its argument checks, and the two custom ops that torch.compile and checkpointing see."""
 import os
+from typing import SupportsIndex
 
 import torch
 from torch import Tensor
@@ -23,6 +24,9 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask,
     > 0 bends each logit x to softcap * tanh(x / softcap). Returns o (B, Tq, H, D) in q's dtype and lse (B, H, Tq) in
     float32, natural log, differentiable too. A query that sees no key gets o = 0, lse = -inf and no gradient. Repeats
     bit for bit. Raises ValueError or TypeError before any launch."""
+    for name, x in dict(q=q, k=k, v=v).items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}; it must be a tensor")
     q, k, v = _autocast(q, k, v)
     check(q, k, v, mask, softmax_scale, softcap)
     return FlashAttention2.apply(q, k, v, mask.lo, mask.hi, mask.q_lo, mask.q_hi, mask.left, mask.right,
@@ -35,7 +39,8 @@ def scale_of(q: Tensor, softmax_scale: float | None) -> float:
 
 
 class FlashAttention2(torch.autograd.Function):
-    """Saves tensors and calls the two ops, nothing else."""
+    """Saves tensors and calls the two ops, nothing else. The second has none: torch says so when a derivative of it is
+    asked for."""
 
     @staticmethod
     def forward(ctx, q, k, v, lo, hi, q_lo, q_hi, left, right, softmax_scale, softcap):
@@ -46,7 +51,6 @@ class FlashAttention2(torch.autograd.Function):
         return o, lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, do, dlse):
         q, k, v, o, lse, *bounds = ctx.saved_tensors
         do = torch.zeros_like(o) if do is None else do
@@ -116,6 +120,11 @@ def check(q: Tensor, k: Tensor, v: Tensor, mask: Mask, softmax_scale: float | No
         raise ValueError(f"q's {H} heads must be a multiple of k's {H_kv}")
     if not 0 < D <= MAX_HEAD_DIM:
         raise ValueError(f"head width {D} must lie between 1 and {MAX_HEAD_DIM}")
+    if H * D >= 2**23:
+        raise ValueError(f"q's {H} heads of width {D} make a row of {H * D} numbers; it must have fewer than 2^23")
+    for name, x in dict(softmax_scale=0.0 if softmax_scale is None else softmax_scale, softcap=softcap).items():
+        if isinstance(x, Tensor | str | None):
+            raise TypeError(f"{name} is a {type(x).__name__}; it must be a number (it has no gradient)")
     if softmax_scale is not None and not 1e-30 <= softmax_scale <= 1e30:
         raise ValueError(f"softmax_scale={float(softmax_scale)} must be positive and finite, within 1e-30 and 1e30")
     if softcap and not 1e-3 <= softcap <= 1e3:
@@ -128,8 +137,9 @@ def check(q: Tensor, k: Tensor, v: Tensor, mask: Mask, softmax_scale: float | No
 def _check_mask(mask: Mask, B: int, Tq: int, Tk: int, device: torch.device) -> None:
     if not isinstance(mask, Mask):
         raise TypeError(f"mask is a {type(mask).__name__}; it must be a flash_attn2.Mask, such as causal_mask()")
-    if not (0 <= mask.left <= NO_BOUND and 0 <= mask.right <= NO_BOUND):
-        raise ValueError(f"mask: left={mask.left} and right={mask.right} must lie between 0 and {NO_BOUND} (no bound)")
+    if not all(isinstance(n, SupportsIndex) and 0 <= n <= NO_BOUND for n in (mask.left, mask.right)):
+        raise ValueError(f"mask: left={mask.left} and right={mask.right} must be integers between 0 and "
+                         f"{NO_BOUND} (no bound)")
     vectors = dict(lo=Tq, hi=Tq, q_lo=Tk, q_hi=Tk)
     absent = [name for name in vectors if getattr(mask, name) is None]
     if absent and len(absent) < len(vectors):

@@ -29,7 +29,8 @@ NAME = "nanolong_flash_attn2"
 
 
 def activate_sdpa() -> None:
-    """From now on torch's flash attention is ours, in the whole process, until `restore_sdpa`. Twice is once."""
+    """From now on torch's flash attention of CUDA tensors is ours, in the whole process, until `restore_sdpa`. Twice is
+    once. A CPU's stays torch's: without a GPU this changes nothing."""
     if current_flash_attention_impl() != NAME:
         activate_flash_attention_impl(NAME)
 

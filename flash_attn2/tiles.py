@@ -66,7 +66,8 @@ def addressable(x: Tensor) -> Tensor:
 def tma_can(x: Tensor) -> bool:
     """Whether the tensor memory accelerator can address x (B, T, H, D): base and strides in steps of 16 bytes."""
     steps = [stride * x.element_size() for stride in x.stride()[:3]]
-    return x.numel() > 0 and x.data_ptr() % 16 == 0 and all(step > 0 and step % 16 == 0 for step in steps)
+    aligned = x.data_ptr() % 16 == 0 and all(step > 0 and step % 16 == 0 for step in steps)
+    return aligned and x.stride(-1) == 1 and x.numel() > 0
 
 
 def descriptors_or_pointers(t: Tile, block: int, *tensors: Tensor) -> tuple[Tile, list]:

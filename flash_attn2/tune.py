@@ -80,8 +80,8 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m flash_attn2.tune", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kind", choices=list(BLOCKS), required=True)
-    parser.add_argument("--head-dim", type=int, default=128, choices=(64, 128, 256))
-    parser.add_argument("--T", type=int, default=32768, help="row length")
+    parser.add_argument("--head-dim", type=int, default=128, choices=(64, 128, 256), help="default: 128")
+    parser.add_argument("--T", type=int, default=32768, help="row length, default: 32768")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         sys.exit("error: tuning needs an NVIDIA GPU")

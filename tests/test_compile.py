@@ -7,6 +7,7 @@ The compiler runs in a subprocess, since this process may have Triton's interpre
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -48,10 +49,10 @@ class Job(NamedTuple):
 
 
 def jobs(head_dims=(64, 128, 256)) -> list[Job]:
-    """All entries of TILES for each card they are for, FLOAT32 at every width, and delta: the slowest first."""
+    """All entries of TILES for each card they are for, FLOAT32 at one width, and delta: the slowest first."""
     tiled = [Job(arch, D, kind, "bf16", vectors) for D in reversed(head_dims) for arch in SHARED
              for kind in ("dkdv", "dq", "forward") for vectors in (True, False) if vectors or arch in OWN_TILES]
-    float32 = [Job("sm_80", D, kind, "fp32", True) for D in reversed(head_dims) for kind in ("dkdv", "dq", "forward")]
+    float32 = [Job("sm_80", 64, kind, "fp32", True) for kind in ("dkdv", "dq", "forward")]
     delta = [Job(arch, D, "delta", "bf16", False) for D in head_dims for arch in OWN_TILES]
     return tiled + float32 + delta
 
@@ -153,12 +154,18 @@ def faults(job: Job, row: dict) -> list[str]:
     return found
 
 
+@pytest.mark.timeout(1800)     # three minutes of two quiet cores; a busy machine takes its time
 def test_every_tile_fits():
     """One test, so that parallel runs compile once. Triton's cache makes a second run quick."""
-    env = os.environ | {"TRITON_INTERPRET": "0"}
-    ran = subprocess.run([sys.executable, HERE], env=env, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    rows = [json.loads(line) for line in ran.stdout.splitlines()]
+    compiling = subprocess.Popen([sys.executable, HERE], env=os.environ | {"TRITON_INTERPRET": "0"}, text=True,
+                                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+    try:
+        out, err = compiling.communicate()
+    finally:
+        if compiling.poll() is None:
+            os.killpg(compiling.pid, signal.SIGKILL)        # its workers too
+    assert compiling.returncode == 0, err[-3000:]
+    rows = [json.loads(line) for line in out.splitlines()]
     table = {Job(*(row[field] for field in Job._fields)): row for row in rows}
     assert set(table) == set(jobs())
     bad = [f"{job}: {fault}" for job, row in table.items() for fault in faults(job, row)]

@@ -332,7 +332,7 @@ def inspect(folder, tmp_path):
 def test_without_key_or_terminal_the_run_is_offline_and_whole(tmp_path):
     began = time.monotonic()
     output = start(tmp_path, program(tmp_path / "run"))
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60        # it asked nobody and waited for no network
     [folder] = (tmp_path / "run" / "wandb").glob("offline-run-*")
     ours = [line for line in output.splitlines() if not line.startswith(("step", "eval", "id", "DONE"))]
     assert ours == [f"W&B offline: {folder}"]                    # and no word from wandb itself

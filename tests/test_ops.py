@@ -189,6 +189,19 @@ def test_selective_checkpoint_saves_attention_by_name(forward_runs, compiled, de
     torch.testing.assert_close(got, expected)
 
 
+@pytest.mark.parametrize("loss", [lambda lse: lse.sum(), lambda lse: lse[..., ::2].sum(),
+                                  lambda lse: lse.transpose(1, 2).square().sum()], ids=["sum", "sliced", "transposed"])
+def test_gradient_of_lse_of_any_strides(loss, device):
+    """Stride 0 from sum(), and others: as from a contiguous copy."""
+    x = make_inputs(Case(70, B=2, H=2, D=16), torch.float32, device)
+    _, lse = flash_attention(x.q, x.k, x.v, causal_mask())
+    got = torch.autograd.grad(loss(lse), (x.q, x.k), retain_graph=True)
+    leaf = lse.detach().clone().requires_grad_()
+    dlse, = torch.autograd.grad(loss(leaf), leaf)
+    want = torch.autograd.grad(lse, (x.q, x.k), dlse.contiguous())
+    assert all(map(torch.equal, got, want))
+
+
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_autocast(compiled, device):
     """float32 becomes autocast's dtype, as under SDPA, and gradients come back in float32; a half stays what it is."""
@@ -236,6 +249,14 @@ def test_flop_counter_counts_the_pairs_that_attend(case, device):
     assert counts[torch.ops.flash_attn2.backward] == 10 * case.D * case.H * pairs
 
 
+def test_flop_counter_of_meta_documents_is_causal():
+    q = torch.empty(1, 65, 2, 16, device="meta")
+    mask = causal_mask(0, torch.zeros(1, 65, dtype=torch.int64, device="meta"))
+    with FlopCounterMode(display=False) as counter:
+        flash_attention(q, q, q, mask)
+    assert counter.get_total_flops() == 4 * 16 * 2 * (65 * 66 // 2)
+
+
 def test_flop_counter_of_fake_documents_is_causal():
     """Shapes alone know no documents: traced with fake tensors the count is the whole triangle."""
     with FakeTensorMode(), FlopCounterMode(display=False) as counter:
@@ -249,8 +270,23 @@ def test_double_backward_raises(device):
     x = make_inputs(Case(5, D=16), torch.float32, device)
     o, _ = flash_attention(x.q, x.k, x.v, causal_mask())
     dq, = torch.autograd.grad(o.square().sum(), x.q, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice|once_differentiable"):
+    with pytest.raises(RuntimeError, match="backward.default but no autograd formula was registered"):
         dq.sum().backward()
+
+
+def test_a_gradient_penalty_raises(device):
+    """Also where the second derivative is only a part of the graph: never a wrong number in silence."""
+    x = make_inputs(Case(5, D=16), torch.float32, device)
+    o, _ = flash_attention(x.q, x.k, x.v, causal_mask())
+    dq, = torch.autograd.grad(o.sum(), x.q, create_graph=True)
+    with pytest.raises(RuntimeError, match="no autograd formula was registered"):
+        (o.sum() + dq.square().sum()).backward()
+    w = torch.eye(16, device=device, requires_grad=True)
+    h = x.v.detach() @ w
+    o, _ = flash_attention(h, h, h, causal_mask())
+    dw, = torch.autograd.grad(o.square().sum() + h.pow(3).sum(), w, create_graph=True)
+    with pytest.raises(RuntimeError, match="no autograd formula was registered"):
+        torch.autograd.grad(dw.sum(), w)
 
 
 def test_without_grad(device):
@@ -356,7 +392,7 @@ ERRORS = {  # name: (arguments that differ from a right call, type, name, value 
     "width_0": (dict.fromkeys("qkv", like(D=0)), ValueError, r"head width 0 must lie between 1 and 256"),
     "mask_none": (dict(mask=None), TypeError, r"mask is a NoneType; it must be a flash_attn2.Mask"),
     "mask_tensor": (dict(mask=torch.ones(3, 3)), TypeError, r"mask is a Tensor; it must be a flash_attn2.Mask"),
-    "mask_past_no_bound": (dict(mask=Mask(2**31 - 1, 0)), ValueError, r"left=2147483647 .* must lie between 0"),
+    "mask_past_no_bound": (dict(mask=Mask(2**31 - 1, 0)), ValueError, r"left=2147483647 .* must be integers between 0"),
     "scale_underflows": (dict(softmax_scale=1e-50), ValueError, r"softmax_scale=1e-50 must be positive and finite"),
     "scale_0": (dict(softmax_scale=0.0), ValueError, r"softmax_scale=0.0 must be positive and finite"),
     "scale_below_0": (dict(softmax_scale=-1), ValueError, r"softmax_scale=-1.0 must be positive and finite"),
@@ -371,9 +407,19 @@ ERRORS = {  # name: (arguments that differ from a right call, type, name, value 
         r"softmax_scale=inf must be positive and finite",
     ),
     "softcap_below_0": (dict(softcap=-1.0), ValueError, r"softcap=-1.0 must be 0 \(none\) or lie between"),
+    "softcap_1e7": (dict(softcap=1e7), ValueError, r"softcap=10000000.0 must be 0 \(none\) or lie between"),
+    "softcap_none": (dict(softcap=None), TypeError, r"softcap is a NoneType; it must be a number"),
+    "q_list": (dict(q=[1.0]), TypeError, r"q is a list; it must be a tensor"),
+    "scale_tensor": (dict(softmax_scale=torch.tensor(0.3)), TypeError, r"softmax_scale is a Tensor; it must be a num"),
+    "left_of_half": (dict(mask=Mask(2.5, 0)), ValueError, r"left=2.5 and right=0 must be integers between 0"),
+    "rows_too_long": (
+        dict.fromkeys("qkv", torch.empty(1, 5, 2**15, 256, device="meta")),
+        ValueError,
+        r"q's 32768 heads of width 256 make a row of 8388608 numbers; it must have fewer than 2\^23",
+    ),
     "softcap_nan": (dict(softcap=float("nan")), ValueError, r"softcap=nan must be 0 \(none\) or lie between"),
-    "left_below_0": (dict(mask=Mask(-1, 0)), ValueError, r"left=-1 and right=0 must lie between 0 and"),
-    "right_below_0": (dict(mask=Mask(0, -2)), ValueError, r"left=0 and right=-2 must lie between 0 and"),
+    "left_below_0": (dict(mask=Mask(-1, 0)), ValueError, r"left=-1 and right=0 must be integers between 0 and"),
+    "right_below_0": (dict(mask=Mask(0, -2)), ValueError, r"left=0 and right=-2 must be integers between 0 and"),
     "one_vector_missing": (
         dict(mask=four(q_hi=None)),
         ValueError,

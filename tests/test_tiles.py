@@ -63,6 +63,22 @@ def test_what_tma_cannot_address_goes_by_pointers(layout, descriptors):
     assert all(map(torch.equal, got, want))
 
 
+@pytest.mark.parametrize("T", [130, 64])
+def test_columns_past_the_width_are_not_read(T):
+    """Whole tiles of a padded width too: NaN lies there, in a wider row."""
+    wide = [torch.full((1, T, 1, 64), float("nan")) for _ in range(3)]
+    q, k, v = (x[..., :40].copy_(torch.randn(1, T, 1, 40)).requires_grad_() for x in wide)
+    o, lse = flash_attention(q, k, v, causal_mask())
+    grads = torch.autograd.grad(o.sum() + lse.sum(), (q, k, v))
+    assert all(x.isfinite().all() for x in (o, lse, *grads))
+
+
+@pytest.mark.parametrize("stride_t, copied", [(2**23 - 16, False), (2**23, True)])
+def test_rows_too_far_apart_for_32_bits_are_copied(stride_t, copied):
+    x = torch.empty_strided((1, 70, 2, 16), (70 * stride_t, stride_t, 16, 1), device="meta")
+    assert (tiles.addressable(x) is not x) == copied
+
+
 def test_tma_can_take_a_packed_qkv():
     """The usual views need no copy: one projection for q, k, v, and heads before tokens."""
     qkv = torch.randn(2, 70, 3, 4, 16)
