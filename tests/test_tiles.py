@@ -1,9 +1,12 @@
 """Tiles: TMA descriptors load what pointers load, to the last bit; what they cannot address goes by pointers."""
+import threading
+from types import SimpleNamespace
+
 import pytest
 import torch
 from attention_cases import Case, document_starts, make_inputs, make_mask, ours
 
-from flash_attn2 import causal_mask, flash_attention, tiles
+from flash_attn2 import causal_mask, flash_attention, forward, tiles
 from flash_attn2.tiles import Tile, architecture, descriptors_or_pointers, padded, tma_can
 
 TMA = Tile(64, 64, 4, 1, TMA=True)
@@ -77,6 +80,23 @@ def test_columns_past_the_width_are_not_read(T):
 def test_rows_too_far_apart_for_32_bits_are_copied(stride_t, copied):
     x = torch.empty_strided((1, 70, 2, 16), (70 * stride_t, stride_t, 16, 1), device="meta")
     assert (tiles.addressable(x) is not x) == copied
+
+
+def test_each_thread_gets_a_context_once(monkeypatch):
+    """Descriptors are encoded in the thread's CUDA context, which a new thread lacks until torch has launched there."""
+    made, entered = [], []
+    monkeypatch.setattr(torch, "zeros", lambda n, device: made.append((threading.get_ident(), device)))
+    monkeypatch.setattr(torch.cuda, "device", entered.append)
+    x = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 7))
+
+    def launch_twice():
+        forward.on_device(x), forward.on_device(x)
+    launch_twice()
+    thread = threading.Thread(target=launch_twice)
+    thread.start()
+    thread.join()
+    assert [device for _, device in made] == [x.device] * 2 and len({ident for ident, _ in made}) == 2
+    assert entered == [x.device] * 4
 
 
 def test_tma_can_take_a_packed_qkv():
