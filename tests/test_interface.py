@@ -545,6 +545,19 @@ def test_a_new_batch_each_step_keeps_nothing(two_segments):
     assert kept() == 0
 
 
+def test_another_side_is_another_mask(two_segments, masks_built):
+    """causal and not, on the same cu_seqlens: left, right and both totals are part of what a mask is known by."""
+    for causal in (True, False, True):
+        assert_right(two_segments, causal)
+    assert len(masks_built) == 2
+
+
+def assert_right(p: Packed, causal: bool) -> None:
+    out = varlen(p, causal=causal)
+    want, _ = reference.attention(*p.x[:3], packed_seen(p, causal))
+    torch.testing.assert_close(out.double(), want[0], atol=1e-5, rtol=1e-5)
+
+
 def test_no_more_than_a_few_masks_are_kept(two_segments, masks_built):
     for left in range(2 * interface.RecentMasks.SIZE):
         varlen(two_segments, window_size=(left, 0))

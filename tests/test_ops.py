@@ -220,6 +220,12 @@ def test_autocast(compiled, device):
         assert torch.equal(got, wanted)
 
 
+def test_autocast_leaves_a_half_alone(device):
+    x = make_inputs(Case(5, D=16), torch.float16, device)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        assert flash_attention(*x[:3], causal_mask())[0].dtype == torch.float16
+
+
 def test_without_autocast_mixed_dtypes_are_refused(device):
     x = make_inputs(Case(5, D=16), torch.float32, device)
     with pytest.raises(TypeError, match="k is torch.float16 on .*, q is torch.float32"):
