@@ -53,29 +53,34 @@ class _Overrides:
         self.library = None
 
 
-def dense_forward(query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, is_causal: bool = False,
-                  return_debug_mask: bool = False, *, scale: float | None = None):
+def scaled_dot_product_forward(query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0,
+                               is_causal: bool = False, return_debug_mask: bool = False, *, scale: float | None = None):
     """aten::_scaled_dot_product_flash_attention: query (B, H, Tq, D), key and value (B, H_kv, Tk, D) of any strides ->
     output (B, H, Tq, D) laid out as query, lse (B, H, Tq) float32 in nats, two absent tensors, Tq, Tk, three dummies.
     A query without keys gets output 0 and lse -inf. ValueError, TypeError: as ops.check, dropout and a debug mask."""
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     Tq, Tk = q.shape[1], k.shape[1]
-    out, lse, *dummies = varlen_forward(q, k, v, None, None, Tq, Tk, dropout_p, is_causal, return_debug_mask,
-                                        scale=scale)
+    out, lse, *dummies = flash_attention_forward(q, k, v, None, None, Tq, Tk, dropout_p, is_causal, return_debug_mask,
+                                                 scale=scale)
     return out.transpose(1, 2), lse, None, None, Tq, Tk, *dummies
 
 
-def dense_backward(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor,
-                   cum_seq_q: None, cum_seq_k: None, *others, scale: float | None = None) -> tuple[Tensor, ...]:
+def scaled_dot_product_backward(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor,
+                                cum_seq_q: None, cum_seq_k: None, max_q: int, max_k: int, dropout_p: float,
+                                is_causal: bool, rng_state, unused, *,
+                                scale: float | None = None) -> tuple[Tensor, ...]:
     """aten::_scaled_dot_product_flash_attention_backward: gradients of query, key, value, laid out as these."""
     tensors = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
-    return tuple(g.transpose(1, 2) for g in varlen_backward(*tensors, lse, None, None, *others, scale=scale))
+    grads = flash_attention_backward(*tensors, lse, None, None, max_q, max_k, dropout_p, is_causal, rng_state,
+                                     unused, scale=scale)
+    return tuple(g.transpose(1, 2) for g in grads)
 
 
-def varlen_forward(query: Tensor, key: Tensor, value: Tensor, cum_seq_q: Tensor | None, cum_seq_k: Tensor | None,
-                   max_q: int, max_k: int, dropout_p: float, is_causal: bool, return_debug_mask: bool, *,
-                   scale: float | None = None, window_size_left: int | None = None,
-                   window_size_right: int | None = None, num_splits: int | None = None, **others):
+def flash_attention_forward(query: Tensor, key: Tensor, value: Tensor, cum_seq_q: Tensor | None,
+                            cum_seq_k: Tensor | None, max_q: int, max_k: int, dropout_p: float, is_causal: bool,
+                            return_debug_mask: bool, *, scale: float | None = None,
+                            window_size_left: int | None = None, window_size_right: int | None = None,
+                            num_splits: int | None = None, **others):
     """aten::_flash_attention_forward: packed query (total_q, H, D), key and value (total_k, H_kv, D), whose sequences
     begin and end at cum_seq (N + 1,) int32; or (B, T, H, D) without them. -> output as query, lse float32 in nats,
     (H, total_q) or (B, H, Tq), and three dummies. Windows are keys on either side, None or -1 for no bound. Tokens
@@ -92,10 +97,11 @@ def varlen_forward(query: Tensor, key: Tensor, value: Tensor, cum_seq_q: Tensor 
     return _laid_out_as(query, o), lse, rng_state, unused, query.new_empty(0)
 
 
-def varlen_backward(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor,
-                    cum_seq_q: Tensor | None, cum_seq_k: Tensor | None, max_q: int, max_k: int, dropout_p: float,
-                    is_causal: bool, rng_state, unused, *, scale: float | None = None,
-                    window_size_left: int | None = None, window_size_right: int | None = None) -> tuple[Tensor, ...]:
+def flash_attention_backward(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor,
+                             cum_seq_q: Tensor | None, cum_seq_k: Tensor | None, max_q: int, max_k: int,
+                             dropout_p: float, is_causal: bool, rng_state, unused, *, scale: float | None = None,
+                             window_size_left: int | None = None,
+                             window_size_right: int | None = None) -> tuple[Tensor, ...]:
     """aten::_flash_attention_backward: gradients of query, key, value, laid out as these. ValueError: dropout."""
     _refuse(dropout_p=dropout_p)
     do, q, k, v, o, lse = _rows(cum_seq_q, grad_out, query, key, value, out, lse)
@@ -132,9 +138,9 @@ def _laid_out_as(model: Tensor, x: Tensor) -> Tensor:
 
 
 OVERRIDES = {
-    "_scaled_dot_product_flash_attention": dense_forward,
-    "_scaled_dot_product_flash_attention_backward": dense_backward,
-    "_flash_attention_forward": varlen_forward,
-    "_flash_attention_backward": varlen_backward,
+    "_scaled_dot_product_flash_attention": scaled_dot_product_forward,
+    "_scaled_dot_product_flash_attention_backward": scaled_dot_product_backward,
+    "_flash_attention_forward": flash_attention_forward,
+    "_flash_attention_backward": flash_attention_backward,
 }
 register_flash_attention_impl(NAME, register_fn=_Overrides)

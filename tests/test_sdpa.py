@@ -25,7 +25,14 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 
 from flash_attn2 import reference, sdpa
-from flash_attn2.sdpa import activate_sdpa, dense_backward, dense_forward, restore_sdpa, varlen_backward, varlen_forward
+from flash_attn2.sdpa import (
+    activate_sdpa,
+    flash_attention_backward,
+    flash_attention_forward,
+    restore_sdpa,
+    scaled_dot_product_backward,
+    scaled_dot_product_forward,
+)
 
 aten = torch.ops.aten
 LAYOUTS = {  # name: a (B, H, T, D) tensor with the values of x (B, T, H, D)
@@ -141,10 +148,10 @@ def dense(case: Case, q, k, v, do) -> tuple[list, list]:
     """What the two operators return."""
     causal = case.sides is None
     with torch.no_grad():
-        outputs = dense_forward(q, k, v, 0.0, causal, scale=case.softmax_scale)
+        outputs = scaled_dot_product_forward(q, k, v, 0.0, causal, scale=case.softmax_scale)
         out, lse, cum_q, cum_k, max_q, max_k, seed, offset, _ = outputs
-        grads = dense_backward(do, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, 0.0, causal, seed, offset,
-                               scale=case.softmax_scale)
+        grads = scaled_dot_product_backward(do, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, 0.0, causal, seed,
+                                            offset, scale=case.softmax_scale)
     return list(outputs), list(grads)
 
 
@@ -220,10 +227,10 @@ def packed(x: Inputs, segments, is_causal, window):
     n_q, n_k = zip(*segments, strict=True)
     cum_q, cum_k = boundaries(n_q, q.device), boundaries(n_k, q.device)
     call = dict(window_size_left=window[0], window_size_right=window[1])
-    outputs = varlen_forward(q, k, v, cum_q, cum_k, max(n_q), max(n_k), 0.0, is_causal, False, **call)
+    outputs = flash_attention_forward(q, k, v, cum_q, cum_k, max(n_q), max(n_k), 0.0, is_causal, False, **call)
     out, lse, seed, unused, _ = outputs
-    grads = varlen_backward(do, q, k, v, out, lse, cum_q, cum_k, max(n_q), max(n_k), 0.0, is_causal, seed, unused,
-                            **call)
+    grads = flash_attention_backward(do, q, k, v, out, lse, cum_q, cum_k, max(n_q), max(n_k), 0.0, is_causal, seed,
+                                     unused, **call)
     return (q, k, v, cum_q, cum_k, max(n_q), max(n_k)), outputs, grads
 
 
@@ -262,9 +269,9 @@ def test_packed_layouts_are_those_torch_compiles_for(device):
 def test_varlen_operators_without_sequences_take_a_batch(device):
     x = inputs(Case(40, 60, D=16, B=2, sides=(9, 4)), torch.float32, device)
     q, k, v, do = (t.detach() for t in x[:4])
-    out, lse, seed, unused, _ = varlen_forward(q, k, v, None, None, 40, 60, 0.0, False, False,
+    out, lse, seed, unused, _ = flash_attention_forward(q, k, v, None, None, 40, 60, 0.0, False, False,
                                                window_size_left=9, window_size_right=4)
-    dq, dk, dv = varlen_backward(do, q, k, v, out, lse, None, None, 40, 60, 0.0, False, seed, unused,
+    dq, dk, dv = flash_attention_backward(do, q, k, v, out, lse, None, None, 40, 60, 0.0, False, seed, unused,
                                  window_size_left=9, window_size_right=4)
     assert_as_good_as_torch(dict(o=out, lse=lse, dq=dq, dk=dk, dv=dv), x,
                             reference.seen(40, 60, causal=False, window=(9, 4), device=device))
@@ -284,7 +291,7 @@ ERRORS = {  # name: (options of the operator, type, message)
 @pytest.mark.parametrize("options, error, message", ERRORS.values(), ids=ERRORS)
 def test_error(options, error, message):
     with pytest.raises(error, match=message):
-        dense_forward(**dict.fromkeys(("query", "key", "value"), torch.zeros(1, 2, 5, 16)) | options)
+        scaled_dot_product_forward(**dict.fromkeys(("query", "key", "value"), torch.zeros(1, 2, 5, 16)) | options)
 
 
 @pytest.mark.parametrize("name, value", [("alibi_slopes", torch.ones(2)), ("seqused_k", torch.zeros(1).int()),
@@ -292,18 +299,19 @@ def test_error(options, error, message):
 def test_what_only_torchs_kernel_can_do_is_an_error(name, value):
     x = torch.zeros(1, 5, 2, 16)
     with pytest.raises(ValueError, match=rf"{name}=.*nanolong_flash_attn2 cannot do that"):
-        varlen_forward(x, x, x, None, None, 5, 5, 0.0, False, False, **{name: value})
+        flash_attention_forward(x, x, x, None, None, 5, 5, 0.0, False, False, **{name: value})
 
 
 def test_defaults_spelled_out_are_no_error(device):
     x = torch.zeros(1, 5, 2, 16, device=device)
-    varlen_forward(x, x, x, None, None, 5, 5, 0.0, False, False, alibi_slopes=None, seqused_k=None, num_splits=1)
+    flash_attention_forward(x, x, x, None, None, 5, 5, 0.0, False, False, alibi_slopes=None, seqused_k=None,
+                            num_splits=1)
 
 
 def test_dropout_in_backward_is_an_error():
     x, lse = torch.zeros(1, 2, 5, 16), torch.zeros(1, 2, 5)
     with pytest.raises(ValueError, match="dropout_p=0.5"):
-        dense_backward(x, x, x, x, x, lse, None, None, 5, 5, 0.5, True, None, None)
+        scaled_dot_product_backward(x, x, x, x, x, lse, None, None, 5, 5, 0.5, True, None, None)
 
 
 # Registration.
