@@ -57,10 +57,7 @@ class Sdpa:
     def mask(self, T: int, window: int, doc_start: Tensor | None, device: torch.device) -> Tensor | None:
         if doc_start is None and not 0 < window < T:
             return None
-        i = torch.arange(T, device=device)
-        lo = torch.zeros(1, T, dtype=torch.int64, device=device) if doc_start is None else doc_start.long()
-        if window:
-            lo = torch.maximum(lo, i - window + 1)
+        i, lo = torch.arange(T, device=device), _first_seen(T, window, doc_start, device)
         seen = (i[None, None, :] >= lo[:, :, None]) & (i[None, None, :] <= i[None, :, None])
         return seen[:, None]                                                    # (B or 1, 1, T, T)
 
@@ -86,9 +83,7 @@ class Flex:
 
         create_block_mask looks at T^2 pairs and must be compiled not to store them, again for each length; past the
         limit of recompilations it stores them after all."""
-        lo = torch.zeros(1, T, dtype=torch.int64, device=device) if doc_start is None else doc_start.long()
-        if window:
-            lo = torch.maximum(lo, torch.arange(T, device=device) - window + 1)
+        lo = _first_seen(T, window, doc_start, device)
         begin = torch.arange(0, T, FLEX_BLOCK, device=device)                   # a block's first token
         last = (begin + FLEX_BLOCK - 1).clamp(max=T - 1)
         seen = (begin + FLEX_BLOCK > lo[:, begin, None]) & (begin <= begin[:, None])            # (B or 1, q, k blocks)
@@ -101,6 +96,12 @@ class Flex:
         attend = flex_attention if torch.compiler.is_compiling() else self.compiled
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return attend(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
+
+
+def _first_seen(T: int, window: int, doc_start: Tensor | None, device: torch.device) -> Tensor:
+    """The first key that each query sees, (1 or B, T) int64."""
+    lo = torch.zeros(1, T, dtype=torch.int64, device=device) if doc_start is None else doc_start.long()
+    return torch.maximum(lo, torch.arange(T, device=device) - window + 1) if window else lo
 
 
 def _block_lists(blocks: Tensor) -> tuple[Tensor, Tensor]:

@@ -26,15 +26,15 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """One shape: `tokens` in all (0: TOKENS), or one row where T is longer; D_MODEL wide."""
+    """One shape: `tokens` in all, or one row where T is longer; D_MODEL wide."""
     mask: str
     head_dim: int
     T: int
-    tokens: int = 0
+    tokens: int = TOKENS
 
     @property
     def B(self) -> int:
-        return max(1, (self.tokens or TOKENS) // self.T)
+        return max(1, self.tokens // self.T)
 
     @property
     def H(self) -> int:

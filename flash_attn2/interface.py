@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .masks import Mask, sides, varlen_mask, without_values
-from .ops import flash_attention
+from .ops import check_tensors, flash_attention
 
 
 def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
@@ -152,14 +152,11 @@ def _refuse(dropout_p: float, alibi_slopes=None, block_table=None) -> None:
 
 def _check_varlen(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor) -> None:
     """Shapes, dtypes and devices; what q, k and v must agree on is left to `flash_attention`."""
+    check_tensors(q=q, k=k, v=v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
     for name, x in dict(q=q, k=k, v=v).items():
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} is a {type(x).__name__}; it must be a tensor")
         if x.dim() != 3:
             raise ValueError(f"{name} must be (tokens, heads, head width), not {tuple(x.shape)}")
     for name, x in dict(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k).items():
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} is a {type(x).__name__}; it must be a tensor")
         shaped = x.dim() == 1 and x.shape[0] > 0 and x.is_contiguous()
         if not shaped or x.dtype != torch.int32 or x.device != q.device:
             raise ValueError(f"{name} is {tuple(x.shape)} {x.dtype} on {x.device}; it must be contiguous (B + 1,) "

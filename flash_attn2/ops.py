@@ -24,9 +24,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask,
     > 0 bends each logit x to softcap * tanh(x / softcap). Returns o (B, Tq, H, D) in q's dtype and lse (B, H, Tq) in
     float32, natural log, differentiable too. A query that sees no key gets o = 0, lse = -inf and no gradient. Repeats
     bit for bit. Raises ValueError or TypeError before any launch."""
-    for name, x in dict(q=q, k=k, v=v).items():
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} is a {type(x).__name__}; it must be a tensor")
+    check_tensors(q=q, k=k, v=v)
     q, k, v = _autocast(q, k, v)
     check(q, k, v, mask, softmax_scale, softcap)
     return FlashAttention2.apply(q, k, v, mask.lo, mask.hi, mask.q_lo, mask.q_hi, mask.left, mask.right,
@@ -100,6 +98,13 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     if kind not in ("cuda", "cpu") or not torch.is_autocast_enabled(kind):
         return tensors
     return tuple(x.to(torch.get_autocast_dtype(kind)) if x.dtype == torch.float32 else x for x in tensors)
+
+
+def check_tensors(**tensors) -> None:
+    """TypeError: an argument that is no tensor, by its name."""
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}; it must be a tensor")
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, mask: Mask, softmax_scale: float | None, softcap: float = 0.0) -> None:

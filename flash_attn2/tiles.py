@@ -41,7 +41,7 @@ INTERPRETER = Tile(64, 64, 4, 1)       # its cost is per tile operation, so tile
 
 def padded(head_dim: int) -> int:
     """Columns of a tile: the next power of two, 16 at least (tl.dot takes no less)."""
-    return max(16, triton.next_power_of_2(head_dim))
+    return max(16, 1 << (head_dim - 1).bit_length())
 
 
 def tile(kind: str, head_dim: int, dtype: torch.dtype, device: torch.device) -> Tile:

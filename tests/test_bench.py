@@ -12,13 +12,13 @@ from flash_attn2 import bench, bench_cases, bench_report, masks, reference
 from flash_attn2.bench_cases import Case, document_lengths, errors, exact
 
 CPU = torch.device("cpu")
-SMALL = [Case(mask, 16, T) for mask in ("causal", "full", "window", "documents") for T in (96, 300)]
+SMALL = [Case(mask, 16, T, 600) for mask in ("causal", "full", "window", "documents") for T in (96, 300)]
 
 
 @pytest.fixture
 def small(monkeypatch):
-    """A benchmark of 600 tokens, d_model 32, windows of 40 and documents of 50."""
-    for name, value in dict(TOKENS=600, D_MODEL=32, WINDOW=40, DOCUMENT=50, CHUNK=32).items():
+    """A benchmark of d_model 32, windows of 40 and documents of 50."""
+    for name, value in dict(D_MODEL=32, WINDOW=40, DOCUMENT=50, CHUNK=32).items():
         monkeypatch.setattr(bench_cases, name, value)
 
 
@@ -263,7 +263,7 @@ def clock(small, monkeypatch):
 
 
 def test_contest_gives_every_contender_a_row_or_a_reason(clock):
-    rows = {r["contender"]: r for r in bench.compare(Case("causal", 16, 300), list(bench_cases.PLAIN), 3, CPU)}
+    rows = {r["contender"]: r for r in bench.compare(Case("causal", 16, 300, 600), list(bench_cases.PLAIN), 3, CPU)}
     assert list(rows) == list(bench_cases.PLAIN)
     measured = {name for name, r in rows.items() if "skipped" not in r}
     assert measured == {"sdpa:flash", "sdpa:math"}
@@ -278,13 +278,13 @@ def test_contest_gives_every_contender_a_row_or_a_reason(clock):
 @pytest.mark.parametrize("mask", ["full", "window", "documents"])
 def test_dense_sdpa_is_right_under_each_mask(clock, mask):
     name = "sdpa:math" if mask == "full" else "sdpa"
-    one, = bench.compare(Case(mask, 16, 300), [name], 1, CPU)
+    one, = bench.compare(Case(mask, 16, 300, 600), [name], 1, CPU)
     assert all(e < 2e-2 for e in one["error"].values())
 
 
 def test_what_does_not_fit_is_not_tried(clock, monkeypatch):
     monkeypatch.setattr(bench, "free_bytes", lambda: 2**20)
-    one, = bench.compare(Case("causal", 16, 300), ["sdpa:math"], 1, CPU)
+    one, = bench.compare(Case("causal", 16, 300, 600), ["sdpa:math"], 1, CPU)
     assert one["skipped"] == "its T x T tensors need about 0 GiB, 0 are free"
 
 
@@ -301,7 +301,7 @@ def test_a_contender_that_fails_leaves_the_contest_to_the_others(clock, monkeypa
             return attend(*qkv)
         return late
     monkeypatch.setattr(bench, "contender", failing)
-    flash, math = bench.compare(Case("causal", 16, 300), ["sdpa:flash", "sdpa:math"], 3, CPU)
+    flash, math = bench.compare(Case("causal", 16, 300, 600), ["sdpa:flash", "sdpa:math"], 3, CPU)
     assert flash["skipped"] == "out of memory" and "ms" not in flash
     assert len(math["ms"]["forward"]) == 3
 
