@@ -2,8 +2,8 @@
 
     from flash_attn2 import flash_attn_func, flash_attn_varlen_func     # was: from flash_attn import ...
 
-What we have not is an error, never ignored: dropout, alibi_slopes, block_table. `deterministic` changes nothing, since
-our kernels always repeat bit for bit.
+What we have not is an error, never ignored: dropout, alibi_slopes, block_table. `deterministic` matters on Hopper alone,
+for dq: everything else always repeats bit for bit.
 """
 import weakref
 from itertools import pairwise
@@ -28,7 +28,7 @@ def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, wi
     dtypes, strides, autocast and the errors of q, k, v are `flash_attention`'s. ValueError too for what we have not."""
     left, right = _sides(window_size, causal)
     _refuse(dropout_p, alibi_slopes)
-    out, lse = flash_attention(q, k, v, Mask(left, right), softmax_scale, softcap)
+    out, lse = flash_attention(q, k, v, Mask(left, right), softmax_scale, softcap, deterministic=deterministic)
     return (out, lse, None) if return_attn_probs else out
 
 
@@ -58,7 +58,8 @@ def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
     else:
         _check_max_seqlen(max_seqlen_q, max_seqlen_k)       # torch.compile would guard on numbers that change nothing
         mask = _recent_masks.get(cu_seqlens_q, cu_seqlens_k, *sizes)
-    out, lse = flash_attention(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), mask, softmax_scale, softcap)
+    out, lse = flash_attention(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), mask, softmax_scale, softcap,
+                               deterministic=deterministic)
     return (out.squeeze(0), lse.squeeze(0), None) if return_attn_probs else out.squeeze(0)
 
 

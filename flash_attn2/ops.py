@@ -7,8 +7,7 @@ from torch import Tensor
 from torch.library import custom_op
 from torch.utils.flop_counter import register_flop_formula
 
-from .backward import backward
-from .forward import forward
+from .dispatch import KERNELS, backward, forward
 from .masks import NO_BOUND, Mask, pairs
 
 MAX_HEAD_DIM = 256
@@ -16,19 +15,23 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask,
-                    softmax_scale: float | None = None, softcap: float = 0.0) -> tuple[Tensor, Tensor]:
+                    softmax_scale: float | None = None, softcap: float = 0.0, kernels: str = "auto",
+                    deterministic: bool = False) -> tuple[Tensor, Tensor]:
     """softmax(q k^T * softmax_scale) v over the keys that `mask` lets each query see, differentiable in q, k, v.
 
     q (B, Tq, H, D), k and v (B, Tk, H_kv, D), H a multiple of H_kv, D at most 256; float16 or bfloat16 (float32 for
     tests) of any strides; under autocast float32 becomes its dtype. softmax_scale > 0, 1 / sqrt(D) by default. softcap
     > 0 bends each logit x to softcap * tanh(x / softcap). Returns o (B, Tq, H, D) in q's dtype and lse (B, H, Tq) in
-    float32, natural log, differentiable too. A query that sees no key gets o = 0, lse = -inf and no gradient. Repeats
-    bit for bit. Raises ValueError or TypeError before any launch."""
+    float32, natural log, differentiable too. A query that sees no key gets o = 0, lse = -inf and no gradient. kernels:
+    auto, hopper or triton (dispatch.py). Repeats bit for bit but for auto's dq on Hopper, which deterministic mends.
+    Raises ValueError or TypeError before any launch."""
     check_tensors(q=q, k=k, v=v)
     q, k, v = _autocast(q, k, v)
     check(q, k, v, mask, softmax_scale, softcap)
+    if kernels not in KERNELS:
+        raise ValueError(f"{kernels=} must be one of {', '.join(KERNELS)}")
     return FlashAttention2.apply(q, k, v, mask.lo, mask.hi, mask.q_lo, mask.q_hi, mask.left, mask.right,
-                                 scale_of(q, softmax_scale), float(softcap))
+                                 scale_of(q, softmax_scale), float(softcap), kernels, bool(deterministic))
 
 
 def scale_of(q: Tensor, softmax_scale: float | None) -> float:
@@ -41,10 +44,10 @@ class FlashAttention2(torch.autograd.Function):
     asked for."""
 
     @staticmethod
-    def forward(ctx, q, k, v, lo, hi, q_lo, q_hi, left, right, softmax_scale, softcap):
-        o, lse = torch.ops.flash_attn2.forward(q, k, v, lo, hi, left, right, softmax_scale, softcap)
+    def forward(ctx, q, k, v, lo, hi, q_lo, q_hi, left, right, softmax_scale, softcap, kernels, deterministic):
+        o, lse = torch.ops.flash_attn2.forward(q, k, v, lo, hi, left, right, softmax_scale, softcap, kernels)
         ctx.save_for_backward(q, k, v, o, lse, lo, hi, q_lo, q_hi)
-        ctx.scalars = left, right, softmax_scale, softcap
+        ctx.scalars = left, right, softmax_scale, softcap, kernels, deterministic
         ctx.set_materialize_grads(False)
         return o, lse
 
@@ -53,17 +56,17 @@ class FlashAttention2(torch.autograd.Function):
         q, k, v, o, lse, *bounds = ctx.saved_tensors
         do = torch.zeros_like(o) if do is None else do
         grads = torch.ops.flash_attn2.backward(do, dlse, q, k, v, o, lse, *bounds, *ctx.scalars)
-        return *grads, *[None] * 8
+        return *grads, *[None] * 10
 
 
 @custom_op("flash_attn2::forward", mutates_args=())
 def _forward(q: Tensor, k: Tensor, v: Tensor, lo: Tensor | None, hi: Tensor | None, left: int, right: int,
-             softmax_scale: float, softcap: float) -> tuple[Tensor, Tensor]:
-    return forward(q, k, v, Mask(left, right, lo, hi), softmax_scale, softcap)
+             softmax_scale: float, softcap: float, kernels: str) -> tuple[Tensor, Tensor]:
+    return forward(q, k, v, Mask(left, right, lo, hi), softmax_scale, softcap, kernels)
 
 
 @_forward.register_fake
-def _(q, k, v, lo, hi, left, right, softmax_scale, softcap):
+def _(q, k, v, lo, hi, left, right, softmax_scale, softcap, kernels):
     B, Tq, H, D = q.shape
     return q.new_empty(B, Tq, H, D), q.new_empty(B, H, Tq, dtype=torch.float32)
 
@@ -71,26 +74,28 @@ def _(q, k, v, lo, hi, left, right, softmax_scale, softcap):
 @custom_op("flash_attn2::backward", mutates_args=())
 def _backward(do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
               lo: Tensor | None, hi: Tensor | None, q_lo: Tensor | None, q_hi: Tensor | None,
-              left: int, right: int, softmax_scale: float, softcap: float) -> tuple[Tensor, Tensor, Tensor]:
-    return backward(do, dlse, q, k, v, o, lse, Mask(left, right, lo, hi, q_lo, q_hi), softmax_scale, softcap)
+              left: int, right: int, softmax_scale: float, softcap: float, kernels: str,
+              deterministic: bool) -> tuple[Tensor, Tensor, Tensor]:
+    mask = Mask(left, right, lo, hi, q_lo, q_hi)
+    return backward(do, dlse, q, k, v, o, lse, mask, softmax_scale, softcap, kernels, deterministic)
 
 
 @_backward.register_fake
-def _(do, dlse, q, k, v, o, lse, lo, hi, q_lo, q_hi, left, right, softmax_scale, softcap):
+def _(do, dlse, q, k, v, o, lse, lo, hi, q_lo, q_hi, left, right, softmax_scale, softcap, kernels, deterministic):
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 @register_flop_formula(torch.ops.flash_attn2.forward, get_raw=True)
-def forward_flops(q, k, v, lo, hi, left, right, softmax_scale, softcap, **_) -> int:
+def forward_flops(q, k, v, lo, hi, left, right, *_, **__) -> int:
     """Two products of 2 D FLOPs for each pair that attends, in each head; masked pairs are not counted."""
     B, Tq, H, D = q.shape
     return 4 * D * H * pairs(Mask(left, right, lo, hi), B, Tq, k.shape[1])
 
 
 @register_flop_formula(torch.ops.flash_attn2.backward, get_raw=True)
-def backward_flops(do, dlse, q, k, v, o, lse, lo, hi, q_lo, q_hi, left, right, softmax_scale, softcap, **_) -> int:
-    """Five products where the forward has two: what the mathematics needs, not the seven that two kernels run."""
-    return forward_flops(q, k, v, lo, hi, left, right, softmax_scale, softcap) * 5 // 2
+def backward_flops(do, dlse, q, k, v, o, lse, lo, hi, q_lo, q_hi, left, right, *_, **__) -> int:
+    """Five products where the forward has two: what the mathematics needs, not the seven that the Triton pair runs."""
+    return forward_flops(q, k, v, lo, hi, left, right) * 5 // 2
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -20,8 +20,7 @@ from torch.nn.attention import (
     restore_flash_attention_impl,
 )
 
-from .backward import backward
-from .forward import forward
+from .dispatch import backward, forward
 from .masks import Mask, sides, varlen_mask
 from .ops import check, scale_of
 

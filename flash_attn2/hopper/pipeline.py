@@ -1,0 +1,76 @@
+"""Tiles on their way from memory to the tensor cores: a ring of stages in shared memory, and two barriers for each.
+
+`ready` completes when a tile's bytes have landed (TMA counts them), `empty` when all who read it have released it. A
+barrier flips its phase each time it completes: tile i lies in stage i % stages and is the (i // stages)-th there, so
+its readers wait for phase i // stages & 1, and the producer for the phase before, which on the first round is over.
+"""
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from .gluon_api import aggregate
+
+
+def rows_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
+    """Tiles of `rows` tokens of one head of x (B, T, H, D): box (1, rows, 1, D), zeros past the end."""
+    box = [1, rows, 1, x.shape[-1]]
+    layout = gl.NVMMASharedLayout.get_default_for(box, getattr(gl, str(x.dtype).removeprefix("torch.")))
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), box, layout)
+
+
+@gluon.jit
+def barriers(number: gl.constexpr, arrivals: gl.constexpr):
+    """[number, 1] barriers, each complete after `arrivals`."""
+    bars = gl.allocate_shared_memory(gl.int64, [number, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(number):
+        mbarrier.init(bars.index(i), count=arrivals)
+    return bars
+
+
+@aggregate
+class Ring:
+    tiles: gl.shared_memory_descriptor      # [stages, *box]
+    ready: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    stages: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, tiles, ready, empty, stages):
+        self.tiles = tiles
+        self.ready = ready
+        self.empty = empty
+        self.stages = gl.constexpr(stages)
+
+    @gluon.jit
+    def wait_empty(self, i):
+        """Producer: until all have released what lay in tile i's stage."""
+        mbarrier.wait(self.empty.index(i % self.stages), (i // self.stages & 1) ^ 1)
+
+    @gluon.jit
+    def fill(self, i, desc, coordinates):
+        """Producer, after wait_empty: order tile i."""
+        ready = self.ready.index(i % self.stages)
+        mbarrier.expect(ready, desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(desc, coordinates, ready, self.tiles.index(i % self.stages))
+
+    @gluon.jit
+    def wait(self, i, pred=True):
+        """Reader: until tile i has landed."""
+        mbarrier.wait(self.ready.index(i % self.stages), i // self.stages & 1, pred=pred)
+
+    @gluon.jit
+    def tile(self, i, rows: gl.constexpr, cols: gl.constexpr):
+        return self.tiles.index(i % self.stages).reshape([rows, cols])
+
+    @gluon.jit
+    def release(self, i):
+        """Reader: nothing of its partition reads tile i any more."""
+        mbarrier.arrive(self.empty.index(i % self.stages), count=1)
+
+
+@gluon.jit
+def ring(desc, stages: gl.constexpr, readers: gl.constexpr):
+    tiles = gl.allocate_shared_memory(desc.dtype, [stages] + desc.block_type.shape, desc.layout)
+    return Ring(tiles, barriers(stages, 1), barriers(stages, readers), stages)
