@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-Attention = Literal["auto", "flash_attn2", "sdpa", "sdpa:flash", "sdpa:cudnn", "sdpa:efficient", "sdpa:math",
-                    "flex", "reference"]
+Attention = Literal["auto", "flash_attn2", "flash_attn2:triton", "sdpa", "sdpa:flash", "sdpa:cudnn", "sdpa:efficient",
+                    "sdpa:math", "flex", "reference"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,8 @@ class Model:
     window_pattern: str = "L"
     """One letter a layer, repeated: L sees the whole row, S the last `window` keys. "LSSS" is one in four."""
     attention: Attention = "auto"
-    """auto: flash_attn2 on a GPU, sdpa on a CPU. sdpa:NAME forces one of torch's kernels."""
+    """auto: flash_attn2 on a GPU, sdpa on a CPU. sdpa:NAME forces one of torch's kernels, flash_attn2:triton our
+    Triton ones on Hopper too."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """One signature for every attention: attention.mask(...) once a batch and mask kind, attention(q, k, v, mask) a layer.
 
-    flash_attn2   the kernels of this folder
+    flash_attn2   the kernels of this folder; flash_attn2:triton: never the Hopper ones
     sdpa          torch's scaled_dot_product_attention; sdpa:flash, :cudnn, :efficient, :math force one kernel of it
     flex          torch's FlexAttention, compiled; GPU only
     reference     dense float64, for tests
@@ -26,7 +26,7 @@ SDPA_KERNELS = {
     "sdpa:efficient": SDPBackend.EFFICIENT_ATTENTION,
     "sdpa:math": SDPBackend.MATH,
 }
-NAMES = ("flash_attn2", "sdpa", *SDPA_KERNELS, "flex", "reference")
+NAMES = ("flash_attn2", "flash_attn2:triton", "sdpa", *SDPA_KERNELS, "flex", "reference")
 FLEX_BLOCK = 128        # tokens on a side of FlexAttention's blocks, its default
 PROBE_TOKENS = 256      # below 128 FlexAttention takes another kernel, for decoding
 
@@ -41,11 +41,14 @@ class Attention(Protocol):
 
 
 class FlashAttn2:
+    def __init__(self, kernels: str = "auto"):
+        self.kernels = kernels
+
     def mask(self, T: int, window: int, doc_start: Tensor | None, device: torch.device) -> Mask:
         return causal_mask(window, doc_start)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-        return flash_attention(q, k, v, mask)[0]
+        return flash_attention(q, k, v, mask, kernels=self.kernels)[0]
 
 
 class Sdpa:
@@ -148,9 +151,9 @@ def build(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, *,
     dtype is q's; plain tells whether every mask is causal and no more (False: a window or documents occur),
     grouped whether k and v have fewer heads than q."""
     name = resolve(name, device)
-    if name == "flash_attn2":
+    if name.startswith("flash_attn2"):
         _check_flash_attn2(device, dtype, head_dim)
-        return FlashAttn2()
+        return FlashAttn2(name.partition(":")[2] or "auto")
     if name == "reference":
         return Reference()
     if name in ("sdpa:cudnn", "sdpa:efficient") and device.type != "cuda":

@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from . import bench_report
-from .bench_cases import CONTENDERS, D_MODEL, DOCUMENT, DTYPE, SEED, TOKENS, WINDOW, Case, contender, errors, exact
+from . import bench_report, dispatch
+from .bench_cases import CONTENDERS, D_MODEL, DTYPE, SEED, SETTINGS, TOKENS, WINDOW, Case, contender, errors, exact_gqa
 
 SWEEP = tuple(512 << n for n in range(9))
 LENGTHS = {"causal": (2048, 8192, 32768, 131072), "full": (2048, 32768), "window": (32768, 131072),
@@ -25,8 +25,7 @@ LENGTHS = {"causal": (2048, 8192, 32768, 131072), "full": (2048, 32768), "window
 SLOW = {"flex": (8192, 32768), "sdpa:efficient": SWEEP[:7], "sdpa": SWEEP[:7]}      # at these alone, unless --T asks
 HEAD_DIMS, ROUNDS = (128, 64), 10
 CALLS, ROUND_MS = 10, 10    # a round times up to CALLS calls in a row, as many as fit into ROUND_MS, one at least
-FLUSH_BYTES = 2**28         # more than any L2 cache
-FLUSHES = 16                # 4 GiB written: about a millisecond
+FLUSH_BYTES, FLUSHES = 2**28, 16    # more than any L2 cache; 4 GiB written in all: about a millisecond
 
 
 class Contest:
@@ -42,9 +41,10 @@ class Contest:
         case = self.case
         generator = torch.Generator(self.device).manual_seed(SEED)
         self.q, self.k, self.v, self.do = (
-            torch.randn(case.B, case.T, case.H, case.head_dim, device=self.device, dtype=DTYPE, generator=generator)
-            for _ in range(4))
-        self.want = exact(*map(last_head, (self.q, self.k, self.v, self.do)), *case.bounds(self.device))
+            torch.randn(case.B, case.T, heads, case.head_dim, device=self.device, dtype=DTYPE, generator=generator)
+            for heads in (case.H, case.H_kv, case.H_kv, case.H))
+        self.want = exact_gqa(self.q[-1, :, -case.group:], last_head(self.k), last_head(self.v),
+                                self.do[-1, :, -case.group:], *case.bounds(self.device))
         for x in (self.q, self.k, self.v):
             x.requires_grad_()
         self.flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=self.device)
@@ -79,8 +79,9 @@ class Contest:
         peak = torch.cuda.max_memory_allocated() - before
         self.rows[name] = {**self.shared, "contender": name, "peak_gib": peak / 2**30,
                            "error": errors(got, self.want), "ms": {"forward": [], "backward": []}}
-        del o, got
+        self.rows[name] |= {"kernels": dispatch.which(self.q, self.k, self.v)} if name == "flash_attn2" else {}
         self.running[name] = attend, 1
+        del o, got
         ms = sum(self.round(name))
         self.running[name] = attend, min(CALLS, max(1, int(ROUND_MS / ms)))
 
@@ -160,7 +161,7 @@ def cases(args: argparse.Namespace) -> list[Case]:
         if args.sweep:
             return tuple(T for T in SWEEP if T > WINDOW or mask in ("causal", "full"))
         return args.T or LENGTHS[mask]
-    return [Case(mask, D, T, args.tokens) for mask in args.mask if contenders(args, mask)
+    return [Case(mask, D, T, args.tokens, args.d_model, args.group) for mask in args.mask if contenders(args, mask)
             for D in args.head_dim or HEAD_DIMS for T in lengths(mask)]
 
 
@@ -186,6 +187,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     lengths.add_argument("--T", nargs="+", type=int, default=(), help="row lengths; slow contenders run at all of them")
     lengths.add_argument("--sweep", action="store_true", help="every power of two from 512 to 131072")
     parser.add_argument("--tokens", type=int, default=TOKENS, help=f"in all, or one row of T; default: {TOKENS}")
+    parser.add_argument("--d-model", type=int, default=D_MODEL, help=f"of all query heads; default: {D_MODEL}")
+    parser.add_argument("--group", type=int, default=1, help="query heads that share a key head; default: 1")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"default: {ROUNDS}")
     parser.add_argument("--json", type=Path, metavar="FILE", help="keep the record: every round of every row")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw TFLOP/s over T (needs matplotlib)")
@@ -197,8 +200,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
             parser.error(f"--only: no contender is called {pattern!r}; known: {', '.join(known)}")
     if not any(contenders(args, mask) for mask in args.mask):
         parser.error(f"--only: none of these contenders takes the mask {' or '.join(args.mask)}")
-    if min((args.rounds, args.tokens, *args.T, *args.head_dim)) < 1 or any(D_MODEL % D for D in args.head_dim):
-        parser.error(f"--rounds, --tokens and --T must be at least 1, and --head-dim divide {D_MODEL}")
+    if min((args.rounds, args.tokens, args.d_model, args.group, *args.T, *args.head_dim)) < 1:
+        parser.error("--rounds, --tokens, --d-model, --group, --T and --head-dim must be at least 1")
+    if any(args.d_model % (D * args.group) for D in args.head_dim or HEAD_DIMS):
+        parser.error(f"--d-model {args.d_model} must be a multiple of --head-dim times --group {args.group}")
     for path in filter(None, (args.json, args.plot)):
         if not path.absolute().parent.is_dir() or path.is_dir():
             parser.error(f"{path}: there is no folder {path.parent}, or this is one itself")
@@ -220,8 +225,8 @@ def start(args: argparse.Namespace) -> tuple[dict, Iterator[list[dict]]]:
     if not torch.cuda.is_available():
         raise ValueError("the benchmark needs an NVIDIA GPU; --from FILE shows a kept record without one")
     device = torch.device("cuda")
-    record = bench_report.new_record(device, dtype=str(DTYPE).removeprefix("torch."), d_model=D_MODEL,
-                                     tokens=args.tokens, window=WINDOW, document=DOCUMENT, rounds=args.rounds)
+    record = bench_report.new_record(device, **SETTINGS, d_model=args.d_model, group=args.group, tokens=args.tokens,
+                                     rounds=args.rounds)
     return record, measure(args, record, device)
 
 

@@ -2,7 +2,7 @@
 import inspect
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
@@ -16,8 +16,9 @@ from .masks import Mask, causal_mask, full_mask, pairs
 TOKENS, D_MODEL, DTYPE, SEED = 32768, 2048, torch.bfloat16, 0
 WINDOW = 4096               # keys
 DOCUMENT = 4096             # tokens, the mean of an exponential distribution
-PLAIN = ("flash_attn2", "sdpa:flash", "sdpa:cudnn", "sdpa:efficient", "sdpa:math", "flex")
-MASKED = ("flash_attn2", "varlen_attn", "flex", "sdpa")
+SETTINGS = dict(dtype=str(DTYPE).removeprefix("torch."), window=WINDOW, document=DOCUMENT)
+PLAIN = ("flash_attn2", "flash_attn2:triton", "sdpa:flash", "sdpa:cudnn", "sdpa:efficient", "sdpa:math", "flex")
+MASKED = ("flash_attn2", "flash_attn2:triton", "varlen_attn", "flex", "sdpa")
 CONTENDERS = {"causal": PLAIN, "full": PLAIN, "window": MASKED, "documents": MASKED}
 CHUNK = 256                 # query rows of the float64 attention at a time: CHUNK x T scores
 
@@ -26,11 +27,13 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """One shape: `tokens` in all, or one row where T is longer; D_MODEL wide."""
+    """One shape: `tokens` in all, or one row where T is longer; `group` query heads share a key head."""
     mask: str
     head_dim: int
     T: int
     tokens: int = TOKENS
+    d_model: int = field(default_factory=lambda: D_MODEL)
+    group: int = 1
 
     @property
     def B(self) -> int:
@@ -38,7 +41,11 @@ class Case:
 
     @property
     def H(self) -> int:
-        return D_MODEL // self.head_dim
+        return self.d_model // self.head_dim
+
+    @property
+    def H_kv(self) -> int:
+        return self.H // self.group
 
     @property
     def window(self) -> int:
@@ -72,7 +79,7 @@ class Case:
 
     def row(self, device: torch.device) -> dict:
         """What the rows of all its contenders share."""
-        return dict(mask=self.mask, head_dim=self.head_dim, T=self.T, B=self.B, H=self.H,
+        return dict(mask=self.mask, head_dim=self.head_dim, T=self.T, B=self.B, H=self.H, H_kv=self.H_kv,
                     pairs=pairs(self.kernel_mask(device), self.B, self.T, self.T))
 
 
@@ -94,10 +101,11 @@ def contender(name: str, case: Case, device: torch.device, free_bytes: int) -> A
     if needed > free_bytes:
         raise ValueError(f"its T x T tensors need about {needed / 2**30:.0f} GiB, {free_bytes / 2**30:.0f} are free")
     attention = backends.Flex() if name == "flex" else \
-        backends.build(name, device, DTYPE, case.head_dim, plain=case.mask in ("causal", "full"))
+        backends.build(name, device, DTYPE, case.head_dim, plain=case.mask in ("causal", "full"),
+                       grouped=case.group > 1)
     if case.mask == "full" and name.startswith("sdpa"):
         return full_sdpa(attention.kernel)
-    if name == "flash_attn2":
+    if name.startswith("flash_attn2"):
         mask = case.kernel_mask(device)
     else:
         mask = None if case.mask == "full" else \
@@ -108,7 +116,8 @@ def contender(name: str, case: Case, device: torch.device, free_bytes: int) -> A
 def full_sdpa(kernel) -> Attend:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with sdpa_kernel(kernel):
-            return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            return F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
     return attend
 
 
@@ -127,6 +136,13 @@ def varlen_contender(case: Case, device: torch.device) -> Attend:
         packed = (x.flatten(0, 1) for x in (q, k, v))
         return varlen.varlen_attn(*packed, ends, ends, max(lengths), max(lengths), **options).view_as(q)
     return attend
+
+
+def exact_gqa(q: Tensor, k: Tensor, v: Tensor, do: Tensor, lo: Tensor, hi: Tensor) -> dict[str, Tensor]:
+    """The last key head in float64 with its query heads: o and dq of the last of them, dk and dv, (T, D) each, from q,
+    do (T, group, D), k and v (T, D)."""
+    heads = [exact(q[:, h], k, v, do[:, h], lo, hi) for h in range(q.shape[1])]
+    return {name: sum(head[name] for head in heads) if name in ("dk", "dv") else x for name, x in heads[-1].items()}
 
 
 def exact(q: Tensor, k: Tensor, v: Tensor, do: Tensor, lo: Tensor, hi: Tensor) -> dict[str, Tensor]:

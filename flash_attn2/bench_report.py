@@ -25,10 +25,11 @@ CONVENTIONS = {
     "peak_gib": "most memory that one forward and backward held beyond q, k, v, do: mask, o, gradients, all between",
 }
 NAMES = {"full": "not causal", "window": "causal, window {window}", "documents": "causal, documents, mean {document}"}
-COLUMNS = (f"{'T':>8}  {'':14} {'forward':>15} {'backward':>16} {'both':>5} {'/FA2':>5} {'GiB':>6} "
+COLUMNS = (f"{'T':>8}  {'':18} {'forward':>15} {'backward':>16} {'both':>5} {'/FA2':>5} {'GiB':>6} "
            f"{'err o':>8} {'err grad':>8}")
-COLOURS = {"flash_attn2": "#d62728", "sdpa:flash": "#1f77b4", "varlen_attn": "#17becf", "sdpa:cudnn": "#2ca02c",
-           "sdpa:efficient": "#9467bd", "sdpa:math": "#7f7f7f", "flex": "#ff7f0e", "sdpa": "#8c564b"}
+COLOURS = {"flash_attn2": "#d62728", "flash_attn2:triton": "#e8a0a0", "sdpa:flash": "#1f77b4", "sdpa": "#8c564b",
+           "varlen_attn": "#17becf", "sdpa:cudnn": "#2ca02c", "sdpa:efficient": "#9467bd", "sdpa:math": "#7f7f7f",
+           "flex": "#ff7f0e"}
 
 
 def complete(row: dict) -> None:
@@ -100,12 +101,13 @@ def head(record: dict) -> list[str]:
 
 
 def setting(record: dict) -> str:
-    return f"{record['gpu']}, {record['dtype']}, d_model {record['d_model']}, {record['tokens']} tokens in all"
+    grouped = f", {record['group']} query heads a key head" if record.get("group", 1) > 1 else ""
+    return f"{record['gpu']}, {record['dtype']}, d_model {record['d_model']}{grouped}, {record['tokens']} tokens in all"
 
 
 def table(record: dict, measured: Iterable[list[dict]]) -> Iterator[str]:
     """The lines of a table, each shape's as soon as it is measured: a block for each mask and head width."""
-    block, skipped = None, {}
+    block, skipped = None, {}      # (contender, why or by which kernels): lengths
     for shape in measured:
         first = shape[0]
         if block != (first["mask"], first["head_dim"]):
@@ -120,6 +122,8 @@ def table(record: dict, measured: Iterable[list[dict]]) -> Iterator[str]:
                 skipped.setdefault((row["contender"], row["skipped"]), []).append(row["T"])
             else:
                 yield line(row, base)
+                if "kernels" in row:
+                    skipped.setdefault((row["contender"], f"kernels: {row['kernels']}"), []).append(row["T"])
     yield from notes(skipped)
 
 
@@ -134,7 +138,7 @@ def line(row: dict, base: float | None) -> str:
         return f"{rate:.{digits}f} [{slowest:.{digits}f}-{fastest:.{digits}f}]"
     both, error = row["tflops"]["both"], row["error"]
     grad = max((error[name] for name in ("dq", "dk", "dv")), key=lambda e: math.inf if math.isnan(e) else e)
-    return (f"{row['T']:>8}  {row['contender']:<14} {spread('forward'):>15} {spread('backward'):>16} {both:5.0f} "
+    return (f"{row['T']:>8}  {row['contender']:<18} {spread('forward'):>15} {spread('backward'):>16} {both:5.0f} "
             f"{f'{both / base:.2f}' if base else '':>5} {row['peak_gib']:6.2f} {error['o']:8.1e} {grad:8.1e}")
 
 

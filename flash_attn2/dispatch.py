@@ -45,6 +45,12 @@ def why_not_hopper(q: Tensor, k: Tensor, v: Tensor, softcap: float = 0.0) -> str
     return None
 
 
+def which(*of) -> str:
+    """The pair that auto takes, in words: hopper, or triton and why."""
+    reason = why_not_hopper(*of)
+    return f"triton: {reason}" if reason else "hopper"
+
+
 @functools.cache
 def _log_version() -> None:
     logging.getLogger(__name__).warning("the Hopper kernels are written for Gluon of triton %s, this is %s: the Triton "

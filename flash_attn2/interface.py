@@ -2,8 +2,8 @@
 
     from flash_attn2 import flash_attn_func, flash_attn_varlen_func     # was: from flash_attn import ...
 
-What we have not is an error, never ignored: dropout, alibi_slopes, block_table. `deterministic` matters on Hopper alone,
-for dq: everything else always repeats bit for bit.
+What we have not is an error, never ignored: dropout, alibi_slopes, block_table. `deterministic` matters for dq on
+Hopper alone: everything else always repeats bit for bit.
 """
 import weakref
 from itertools import pairwise

@@ -71,6 +71,19 @@ def test_exact_is_the_reference(small, case):
         torch.testing.assert_close(got, x[0, :, 0])
 
 
+def test_exact_sums_the_query_heads_of_a_group(small):
+    case = Case("causal", 16, 96, group=2)
+    q, do = (torch.randn(case.T, 2, 16, dtype=torch.float64) for _ in range(2))
+    k, v = (torch.randn(case.T, 1, 16, dtype=torch.float64) for _ in range(2))
+    leaves = [x[None].requires_grad_() for x in (q, k, v)]
+    o, _ = reference.attention(*leaves, dense(case)[-1])
+    want = o, *torch.autograd.grad(o, leaves, do[None])
+    got = bench_cases.exact_gqa(q.detach(), k[:, 0].detach(), v[:, 0].detach(), do, *case.bounds(CPU))
+    for mine, x in zip(got.values(), want, strict=True):
+        torch.testing.assert_close(mine, x[0, :, -1])
+    assert (case.H, case.H_kv) == (2, 1)
+
+
 def test_an_error_anywhere_shows():
     q, k, v, do = (torch.randn(200, 16) for _ in range(4))
     i = torch.arange(200)
@@ -111,11 +124,12 @@ def test_options_choose_shapes_and_contenders():
 
 
 @pytest.mark.parametrize("argv, rule", [
-    ("--only fa4", "no contender is called 'fa4'; known: flash_attn2, flex"),
+    ("--only fa4", "no contender is called 'fa4'; known: flash_attn2, flash_attn2:triton, flex"),
     ("--only varlen_attn --mask full", "none of these contenders takes the mask full"),
-    ("--T 0", "--T must be at least 1"),
-    ("--rounds 0", "--rounds, --tokens and --T must be at least 1"),
-    ("--head-dim 96", "--head-dim divide 2048"),
+    ("--T 0", "--group, --T and --head-dim must be at least 1"),
+    ("--rounds 0", "--rounds, --tokens, --d-model, --group"),
+    ("--head-dim 96", "--d-model 2048 must be a multiple of --head-dim times --group 1"),
+    ("--group 3", "--d-model 2048 must be a multiple of --head-dim times --group 3"),
     ("--mask sparse", "invalid choice: 'sparse'"),
     ("--T 512 --sweep", "not allowed with"),
     ("--json nowhere/a.json", "there is no folder nowhere"),
@@ -192,14 +206,14 @@ def test_table(record):
     lines = list(bench_report.table(record, bench_report.shapes(record["rows"])))
     assert lines == [
         "", "causal, head width 128 (16 heads)", bench_report.COLUMNS,
-        "    2048  flash_attn2     500 [250-1000]    500 [500-500]   500  2.00   1.25  1.0e-03  4.0e-03",
-        "    2048  sdpa:flash       250 [125-500]    250 [250-250]   250  1.00   1.25  1.0e-03  4.0e-03",
-        "    2048  sdpa:math       5.0 [2.5-10.0]    5.0 [5.0-5.0]     5  0.02   1.25  1.0e-03  4.0e-03",
-        "    8192  flash_attn2      400 [200-800]    400 [400-400]   400         1.25  1.0e-03  4.0e-03",
+        "    2048  flash_attn2         500 [250-1000]    500 [500-500]   500  2.00   1.25  1.0e-03  4.0e-03",
+        "    2048  sdpa:flash           250 [125-500]    250 [250-250]   250  1.00   1.25  1.0e-03  4.0e-03",
+        "    2048  sdpa:math           5.0 [2.5-10.0]    5.0 [5.0-5.0]     5  0.02   1.25  1.0e-03  4.0e-03",
+        "    8192  flash_attn2          400 [200-800]    400 [400-400]   400         1.25  1.0e-03  4.0e-03",
         "  sdpa:flash, T = 8192, 32768: out of memory",
         "", "causal, documents, mean 4096, head width 128 (16 heads)", bench_report.COLUMNS,
-        "   32768  flash_attn2      450 [225-900]    450 [450-450]   450  1.50   1.25  1.0e-03  4.0e-03",
-        "   32768  varlen_attn      300 [150-600]    300 [300-300]   300  1.00   1.25  1.0e-03  4.0e-03"]
+        "   32768  flash_attn2          450 [225-900]    450 [450-450]   450  1.50   1.25  1.0e-03  4.0e-03",
+        "   32768  varlen_attn          300 [150-600]    300 [300-300]   300  1.00   1.25  1.0e-03  4.0e-03"]
     assert max(map(len, (*bench_report.head(record), *lines))) <= 100
 
 
@@ -310,7 +324,7 @@ def test_slow_contenders_say_so_and_the_record_is_kept(clock, monkeypatch, tmp_p
     monkeypatch.setattr(bench, "LENGTHS", {"causal": (96,), "documents": (300,)})
     path = tmp_path / "a.json"
     args = bench.parse(["--only", "sdpa:math,sdpa", "--mask", "causal", "documents", "--head-dim", "16",
-                        "--rounds", "1", "--json", str(path)])
+                        "--d-model", "32", "--rounds", "1", "--json", str(path)])
     record = {"format": bench_report.FORMAT, "rows": []}
     for number, rows in enumerate(bench.measure(args, record, CPU), start=1):
         assert len(rows) == 1 and len(json.loads(path.read_text())["rows"]) == number

@@ -244,7 +244,7 @@ def backward(do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o
         backward_kernel[(triton.cdiv(Tk, BLOCK_N) * B * H_kv,)](
             rows_descriptor(q, block), rows_descriptor(k, BLOCK_N), rows_descriptor(v, BLOCK_N),
             rows_descriptor(do, block), rows_desc, rows_descriptor(dk, BLOCK_N), rows_descriptor(dv, BLOCK_N),
-            sums_desc, mask.q_lo, mask.q_hi, Tq, Tk, H_kv, H // H_kv, mask.left, mask.right, scales(softmax_scale, 0.0)[0],
-            D=D, BLOCK_N=BLOCK_N, **config._asdict(), num_warps=4, maxnreg=168)
+            sums_desc, mask.q_lo, mask.q_hi, Tq, Tk, H_kv, H // H_kv, mask.left, mask.right,
+            scales(softmax_scale, 0.0)[0], D=D, BLOCK_N=BLOCK_N, **config._asdict(), num_warps=4, maxnreg=168)
         finish_kernel[(tiles,)](sums, dq, dq.stride()[:3], Tq, H, softmax_scale, D=D, BLOCK_M=block, num_warps=8)
     return dq, dk, dv
