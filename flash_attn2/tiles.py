@@ -26,7 +26,7 @@ TMA = True
 # (architecture, padded head width) -> the three passes. fp16 and bf16.
 TILES = {
     ("sm_90", 64): dict(forward=Tile(64, 64, 4, 3, TMA), dkdv=Tile(64, 64, 4, 3, TMA), dq=Tile(64, 64, 4, 3, TMA)),
-    ("sm_90", 128): dict(forward=Tile(64, 64, 4, 3, TMA), dkdv=Tile(64, 64, 4, 2, TMA), dq=Tile(128, 64, 8, 3, TMA)),
+    ("sm_90", 128): dict(forward=Tile(128, 128, 8, 3, TMA), dkdv=Tile(64, 64, 4, 2, TMA), dq=Tile(128, 64, 8, 3, TMA)),
     ("sm_90", 256): dict(forward=Tile(128, 64, 8, 2), dkdv=Tile(64, 64, 8, 2, TMA), dq=Tile(128, 32, 8, 3, TMA)),
     ("sm_100", 64): dict(forward=Tile(64, 64, 4, 3, TMA), dkdv=Tile(64, 64, 4, 3, TMA), dq=Tile(64, 64, 4, 3, TMA)),
     ("sm_100", 128): dict(forward=Tile(64, 64, 4, 3, TMA), dkdv=Tile(64, 64, 4, 2, TMA), dq=Tile(128, 64, 8, 3, TMA)),

@@ -16,6 +16,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ..forward import LOG2E
 from ..tiles import load_rows, store_rows
 from .gluon_api import tma_reduce_add
+from .pipeline import box_layout
 
 
 def buffers(tiles: int, BLOCK_M: int,
@@ -24,9 +25,8 @@ def buffers(tiles: int, BLOCK_M: int,
     rows = torch.empty(tiles * 2 * BLOCK_M, dtype=torch.float32, device=device)
     sums = torch.empty(tiles * 2 * 64, 64, dtype=torch.float32, device=device)
     line = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
-    share = gl.NVMMASharedLayout.get_default_for([64, 64], gl.float32)
     return (rows, TensorDescriptor(rows, [rows.numel()], [1], [2 * BLOCK_M], line),
-            sums, TensorDescriptor(sums, list(sums.shape), [64, 1], [64, 64], share))
+            sums, TensorDescriptor(sums, list(sums.shape), [64, 1], [64, 64], box_layout((64, 64), torch.float32)))
 
 
 @triton.jit

@@ -4,6 +4,9 @@
 barrier flips its phase each time it completes: tile i lies in stage i % stages and is the (i // stages)-th there, so
 its readers wait for phase i // stages & 1, and the producer for the phase before, which on the first round is over.
 """
+import functools
+
+import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -15,9 +18,14 @@ from .gluon_api import aggregate
 
 def rows_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
     """Tiles of `rows` tokens of one head of x (B, T, H, D): box (1, rows, 1, D), zeros past the end."""
-    box = [1, rows, 1, x.shape[-1]]
-    layout = gl.NVMMASharedLayout.get_default_for(box, getattr(gl, str(x.dtype).removeprefix("torch.")))
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), box, layout)
+    box = (1, rows, 1, x.shape[-1])
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), list(box), box_layout(box, x.dtype))
+
+
+@functools.cache
+def box_layout(box: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """How a box lies in shared memory: swizzled, as wgmma reads it without bank conflicts."""
+    return gl.NVMMASharedLayout.get_default_for(list(box), getattr(gl, str(dtype).removeprefix("torch.")))
 
 
 @gluon.jit
