@@ -21,7 +21,8 @@ test-gpu: setup  ## the kernel tests on the GPU at hand
 test-compat:     ## the kernels under the oldest triton we support, in an environment of its own
 	$(MAKE) setup VENV=.venv-compat
 	.venv-compat/bin/pip install 'triton==3.6.0' 'numpy<2.4'
-	.venv-compat/bin/python -m pytest tests/test_forward.py tests/test_backward.py tests/test_tiles.py tests/test_compile.py
+	.venv-compat/bin/python -m pytest tests/test_forward.py tests/test_backward.py tests/test_tiles.py tests/test_compile.py \
+	  tests/test_hopper.py
 
 lint: setup
 	$(BIN)/ruff check .

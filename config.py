@@ -77,8 +77,7 @@ class Model:
     window_pattern: str = "L"
     """One letter a layer, repeated: L sees the whole row, S the last `window` keys. "LSSS" is one in four."""
     attention: Attention = "auto"
-    """auto: flash_attn2 on a GPU, sdpa on a CPU. sdpa:NAME forces one of torch's kernels, flash_attn2:triton our
-    Triton ones on Hopper too."""
+    """auto: flash_attn2 on a GPU, sdpa on a CPU. sdpa:NAME forces one of torch's kernels, flash_attn2:triton ours."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,11 +1,12 @@
 """Which pair of kernels runs: Gluon's on Hopper where it can, Triton's everywhere else. The rule, in one place.
 
-    auto      hopper where it can, triton elsewhere
-    hopper    hopper; ValueError where it cannot
-    triton    the Triton pair: every card, dtype and width, softcap, and a backward that repeats bit for bit
+    auto      Hopper's forward where it can; Triton's elsewhere, and for now Triton's backward always
+    hopper    Hopper's; ValueError where it cannot
+    triton    Triton's: every card, dtype and width, softcap, and a backward that repeats bit for bit
 
-Hopper's dq is summed in whatever order programs come. So under `torch.use_deterministic_algorithms`, or for who asks
-(`deterministic`), auto's backward is Triton's.
+Hopper's backward is not auto's yet: on a loaded card its dq has been seen wrong (LOG.md, 2026-11-30). Once it is, its
+sums of dq come in any order, so that under `torch.use_deterministic_algorithms`, or for who asks (`deterministic`),
+auto's backward stays Triton's.
 """
 import functools
 import logging
@@ -22,6 +23,7 @@ from .tiles import tma_can
 KERNELS = ("auto", "hopper", "triton")
 HEAD_DIMS = (64, 128)
 DTYPES = (torch.float16, torch.bfloat16)
+AUTO_BACKWARD = "triton"        # what auto means in the backward; "auto" lets why_not_hopper decide
 MAX_ROWS = 2**29        # query rows of all heads: two float32 numbers each in one TMA coordinate
 
 
@@ -46,9 +48,11 @@ def why_not_hopper(q: Tensor, k: Tensor, v: Tensor, softcap: float = 0.0) -> str
 
 
 def which(*of) -> str:
-    """The pair that auto takes, in words: hopper, or triton and why."""
+    """What auto takes, in words: hopper, or triton and why."""
     reason = why_not_hopper(*of)
-    return f"triton: {reason}" if reason else "hopper"
+    if reason:
+        return f"triton: {reason}"
+    return "hopper" if AUTO_BACKWARD == "auto" else f"hopper forward, {AUTO_BACKWARD} backward"
 
 
 @functools.cache
@@ -80,8 +84,8 @@ def backward(do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o
              softmax_scale: float, softcap: float = 0.0, kernels: str = "auto",
              deterministic: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """-> dq, dk, dv, contiguous, shaped as q, k, v. do (B, Tq, H, D), any strides; dlse (B, H, Tq) float32 or None."""
-    if kernels == "auto" and (deterministic or torch.are_deterministic_algorithms_enabled()):
-        kernels = "triton"
+    if kernels == "auto":
+        kernels = "triton" if deterministic or torch.are_deterministic_algorithms_enabled() else AUTO_BACKWARD
     if on_hopper(kernels, q, k, v, softcap):
         from .hopper.backward import backward
         return backward(do, dlse, q, k, v, o, lse, mask, softmax_scale)

@@ -140,6 +140,14 @@ def tile_range(lo_ptr, hi_ptr, x0, BLOCK_X: tl.constexpr, n_x, n_y, before, afte
 
 
 @triton.jit
+def edges(begin, full_begin, full_end, end):
+    """Of tile_range's answer: tiles before the first number must ask for lo, tiles from the second one on for hi. Where
+    no tile is full, the same tile may hold both edges, and all ask for both."""
+    none = full_begin == full_end
+    return tl.where(none, end, full_begin), tl.where(none, begin, full_end)
+
+
+@triton.jit
 def first_row(step, gap_at, gap, BLOCK: tl.constexpr, MASKED: tl.constexpr):
     """Row where this step's tile begins; a walk over edge tiles (MASKED) jumps over `gap` full ones at `gap_at`."""
     if MASKED:

@@ -96,7 +96,7 @@ Triton's compiler
     fla-org/flash-linear-attention#1262
         test_arguments_of_one, with the ptxas that triton ships
     triton-lang/triton#9728, #8260, #7354: warp specialization crashes the compiler
-        test_compile.py::test_every_tile_fits: each is compiled; none asks for warp specialization
+        test_compile.py::test_every_tile_fits, test_hopper.py::test_every_configuration_fits: each is compiled
     triton-lang/triton#10821: two products into one accumulator
         none: the fault is Blackwell's, and our accumulators are separate
 
@@ -106,7 +106,8 @@ Triton's interpreter
     numpy 2.4 under triton 3.6: no loop over run-time bounds
         none: the Makefile pins numpy beside triton 3.6, and every test on a CPU has such loops
     no atomics on descriptors, none in bfloat16, no inline assembly
-        test_tiles.py::test_descriptors_load_what_pointers_load: it runs our TMA descriptors; we use nothing of the rest
+        test_tiles.py::test_descriptors_load_what_pointers_load: it runs our TMA descriptors; the rest only
+        Hopper's kernels use, which never run there
     a row that is -inf throughout gives NaN
         test_forward.py::test_row_without_keys_is_zero_with_lse_minus_infinity
     autotune of two configs wants a GPU
@@ -126,12 +127,15 @@ from attention_cases import (
     Case,
     Inputs,
     assert_as_good_as_torch,
+    assert_same_bits,
     document_starts,
+    dq_in_any_order,
     make_inputs,
     make_mask,
     on_both,
     ours,
     packing,
+    same,
 )
 from torch import Tensor
 
@@ -155,11 +159,6 @@ def test_the_index_is_true():
     assert names_in(here) - {"test_the_index_is_true"} == {test for file, test in named if file == here}
 
 
-def assert_same_bits(got: dict[str, Tensor], expected: dict[str, Tensor], where: str = "") -> None:
-    for name, value in got.items():
-        assert torch.equal(value, expected[name]), f"{name} {where}"
-
-
 def random_inputs(case: Case, dtype: torch.dtype, device: torch.device) -> Inputs:
     """make_inputs for tensors so large that no float32 copy of them may exist."""
     H_kv = case.H_kv or case.H
@@ -175,7 +174,8 @@ def batch_rows(x: Inputs, rows: slice) -> Inputs:
 def assert_rows_as_if_alone(got: dict[str, Tensor], x: Inputs, mask: Mask, rows: slice) -> None:
     """These batch rows, bit for bit as a call of theirs alone gives them."""
     alone = mask if mask.lo is None else Mask(mask.left, mask.right, *(t[rows] for t in mask[2:]))
-    assert_same_bits(ours(batch_rows(x, rows), alone), {name: value[rows] for name, value in got.items()}, str(rows))
+    assert_same_bits(ours(batch_rows(x, rows), alone), {name: value[rows] for name, value in got.items()},
+                     dq_in_any_order(x), str(rows))
 
 
 @on_both(Case(66, H=1, D=16, window=40), Case(2**31 // (3 * 32 * 128) + 1000, H=32, D=128, window=129))
@@ -187,7 +187,8 @@ def test_a_packed_view_past_2_31_elements(case, dtype, device, big):
                torch.randn(1, case.H, case.Tq, device=device))
     copies = x._replace(**{n: getattr(x, n).detach().contiguous().requires_grad_() for n in "qkv"})
     assert x.q.stride(1) == 3 * copies.q.stride(1)
-    assert_same_bits(ours(x, causal_mask(case.window)), ours(copies, causal_mask(case.window)))
+    assert_same_bits(ours(x, causal_mask(case.window)), ours(copies, causal_mask(case.window)),
+                     dq_in_any_order(x))
 
 
 @on_both(Case(40, B=2, H=4, H_kv=1, D=1, window=16), Case(2**22 + 8, B=8, H=64, H_kv=1, D=1, window=16))
@@ -218,13 +219,13 @@ def test_a_million_tokens(case, dtype, form, device):
     expected = ours(late, causal_mask(case.window, late_starts))
     for g in (got, expected):
         g["lse"] = g["lse"].transpose(1, 2)
-    assert_same_bits(*({n: t[:, -sure:] for n, t in g.items()} for g in (got, expected)))
+    assert_same_bits(*({n: t[:, -sure:] for n, t in g.items()} for g in (got, expected)), dq_in_any_order(x))
 
 
 @on_both(Case(33, B=3, H=2, H_kv=1, D=16), Case(256, B=16384, H=16, H_kv=4, D=64))
 def test_many_short_rows_past_2_31_elements(case, dtype, device, big):
     """Dao-AILab/flash-attention#1500: 2^32 elements of q, the batch row's offset overflowed in the backward."""
-    big(48)
+    big(64)
     x = random_inputs(case, dtype, device)
     got = ours(x, causal_mask())
     n = case.B // 32 + 1
@@ -340,7 +341,8 @@ def test_do_of_every_other_batch_row(case, dtype, device, poison):
     x = make_inputs(case, dtype, device)
     do = torch.randn(case.Tq, 2 * case.B, case.H, case.D, device=device).to(dtype)[:, ::2].transpose(0, 1)
     assert not do.is_contiguous()
-    assert_same_bits(ours(x._replace(do=do), causal_mask()), ours(x._replace(do=do.contiguous()), causal_mask()))
+    assert_same_bits(ours(x._replace(do=do), causal_mask()), ours(x._replace(do=do.contiguous()), causal_mask()),
+                     dq_in_any_order(x))
 
 
 LOSSES = {
@@ -362,8 +364,9 @@ def test_do_as_autograd_makes_it(case, dtype, loss, device, poison):
     got = torch.autograd.grad(loss(o, x.do), x[:3], retain_graph=True)
     leaf = o.detach().requires_grad_()
     do, = torch.autograd.grad(loss(leaf, x.do), leaf)
-    for mine, expected in zip(got, torch.autograd.grad(o, x[:3], do.contiguous()), strict=True):
-        assert torch.equal(mine, expected)
+    expected = torch.autograd.grad(o, x[:3], do.contiguous())
+    for name, mine, theirs in zip(("dq", "dk", "dv"), got, expected, strict=True):
+        assert same(name, mine, theirs, dq_in_any_order(x)), name
 
 
 LAYOUTS = {
@@ -472,11 +475,11 @@ def test_backward_in_a_fresh_thread(case, dtype, device):
     x = make_inputs(case, dtype, device)
     expected = ours(x, causal_mask())
     with ThreadPoolExecutor(1) as pool:
-        assert_same_bits(pool.submit(ours, x, causal_mask()).result(), expected)
+        assert_same_bits(pool.submit(ours, x, causal_mask()).result(), expected, dq_in_any_order(x))
     o, lse = flash_attention(x.q, x.k, x.v, causal_mask())
     with ThreadPoolExecutor(1) as pool:
         got = pool.submit(torch.autograd.grad, (o, lse), x[:3], (x.do, x.dlse)).result()
-    assert_same_bits(dict(zip(("dq", "dk", "dv"), got, strict=True)), expected)
+    assert_same_bits(dict(zip(("dq", "dk", "dv"), got, strict=True)), expected, dq_in_any_order(x))
 
 
 def in_child(device_type: str):
@@ -489,7 +492,8 @@ def in_child(device_type: str):
 
 @pytest.mark.gpu
 def test_in_a_spawned_process(device):
-    """vllm-project/vllm#33857, pytorch/helion#416: as a DataLoader's worker is."""
+    """vllm-project/vllm#33857, pytorch/helion#416: as a DataLoader's worker is. 200 keys are two tiles at most on any
+    card, so dq is a sum of two in either order."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         got = pool.submit(in_child, device.type).result()
     for name, value in in_child(device.type).items():
@@ -497,37 +501,50 @@ def test_in_a_spawned_process(device):
 
 
 def test_nothing_is_tuned_and_nothing_is_atomic():
-    """triton-lang/triton#4217, #3004, #5339, #3755: trials of a tuner added their atomics to the result."""
-    for file in Path(flash_attn2.__file__).parent.glob("*.py"):
-        assert not re.search(r"\bautotune\(|\batomic_\w+\(|set_allocator\(", file.read_text()), file
+    """triton-lang/triton#4217, #3004, #5339, #3755: trials of a tuner added their atomics to the result. The sums of dq
+    on Hopper are the one exception, and cleared before each use."""
+    folder = Path(flash_attn2.__file__).parent
+    adding = set()
+    for file in folder.rglob("*.py"):
+        text = file.read_text()
+        assert not re.search(r"\bautotune\(|\batomic_\w+\(|set_allocator\(|\b(red|atom)\.\w", text), file
+        adding |= {str(file.relative_to(folder))} if "tma_reduce" in text else set()
+    assert adding == {"hopper/gluon_api.py", "hopper/dq.py"}
 
 
 REPEATS = {"D64": Case(1000, B=8, H=6, H_kv=3), "D128": Case(1000, B=8, H=6, H_kv=3, D=128),
            "D64_documents": Case(1024, B=2, H=6, H_kv=3, docs=((300, 724), (1, 1023)))}
 
 
-def same_every_time(x: Inputs, mask: Mask, repeats: int, between=lambda: None) -> None:
+both_pairs = pytest.mark.parametrize("kernels", ["auto", "triton"])
+
+
+def same_every_time(x: Inputs, mask: Mask, repeats: int, kernels: str, between=lambda: None) -> None:
     """One look at the GPU in the end."""
-    first, same = ours(x, mask), torch.ones((), dtype=torch.bool, device=x.q.device)
+    first, always = ours(x, mask, kernels=kernels), torch.ones((), dtype=torch.bool, device=x.q.device)
+    any_order = kernels != "triton" and dq_in_any_order(x)
     assert all(value.isfinite().all() for value in first.values())
     for _ in range(repeats):
         between()
-        for name, value in ours(x, mask).items():
-            same &= (value == first[name]).all()
-    assert same
+        for name, value in ours(x, mask, kernels=kernels).items():
+            always &= same(name, value, first[name], any_order)
+    assert always
 
 
 @pytest.mark.parametrize("case, repeats, dtype", [
     pytest.param(Case(100, B=2, H=1, D=16, docs=((100,), (64, 36))), 2, torch.float32, id="small"),
     *(pytest.param(case, 200, torch.bfloat16, id=name, marks=pytest.mark.gpu) for name, case in REPEATS.items())])
-def test_repeats(case, repeats, dtype, device):
-    """Dao-AILab/flash-attention#429, #988, #1766, #2244, #2510: dq differed from run to run."""
-    same_every_time(make_inputs(case, dtype, device), make_mask(case, device)[0], repeats)
+@both_pairs
+def test_repeats(case, repeats, dtype, kernels, device):
+    """Dao-AILab/flash-attention#429, #988, #1766, #2244, #2510: dq differed from run to run. Here the Hopper pair's
+    by a rounding, and nothing else."""
+    same_every_time(make_inputs(case, dtype, device), make_mask(case, device)[0], repeats, kernels)
 
 
 @pytest.mark.gpu
+@both_pairs
 @pytest.mark.parametrize("case", REPEATS.values(), ids=REPEATS)
-def test_repeats_under_load(case, device):
+def test_repeats_under_load(case, kernels, device):
     """Dao-AILab/flash-attention#429, #2510: with other kernels on the GPU beside ours."""
     side, a = torch.cuda.Stream(), torch.randn(4096, 4096, dtype=torch.bfloat16, device=device)
     side.wait_stream(torch.cuda.current_stream())
@@ -536,7 +553,7 @@ def test_repeats_under_load(case, device):
         with torch.cuda.stream(side):
             for _ in range(4):
                 torch.mm(a, a)
-    same_every_time(make_inputs(case, torch.bfloat16, device), make_mask(case, device)[0], 50, load)
+    same_every_time(make_inputs(case, torch.bfloat16, device), make_mask(case, device)[0], 50, kernels, load)
     torch.cuda.synchronize()
 
 
@@ -544,13 +561,14 @@ def test_repeats_under_load(case, device):
     pytest.param(Case(40, 50, H=1, D=40), 2, torch.float32, id="small"),
     *(pytest.param(Case(Tq, Tk, H=6, H_kv=3, D=D), 2000, torch.bfloat16, id=f"{Tq}x{Tk}-D{D}", marks=pytest.mark.gpu)
       for Tq, Tk, D in ((128, 117, 40), (108, 256, 128), (1023, 1024, 64)))])
-def test_thousands_of_repeats(case, repeats, dtype, device, poison):
+@both_pairs
+def test_thousands_of_repeats(case, repeats, dtype, kernels, device, poison):
     """Dao-AILab/flash-attention, head of flash_attn_triton.py: races at widths and lengths that fill no tile."""
     case = case._replace(sides=FULL)
     x = make_inputs(case, dtype, device)
     mask, seen = make_mask(case, device)
-    assert_as_good_as_torch(ours(x, mask), x, seen)
-    same_every_time(x, mask, repeats)
+    assert_as_good_as_torch(ours(x, mask, kernels=kernels), x, seen)
+    same_every_time(x, mask, repeats, kernels)
 
 
 @pytest.mark.gpu
@@ -567,8 +585,8 @@ def test_every_tile_of_the_table(arch, D, form, device, poison, monkeypatch):
     case = Case(1000, H=6, H_kv=3, D=D, docs=((300, 700),) if form == "documents" else None)
     x = make_inputs(case, torch.bfloat16, device)
     mask, seen = make_mask(case, device)
-    assert_as_good_as_torch(ours(x, mask), x, seen)
-    same_every_time(x, mask, 20)
+    assert_as_good_as_torch(ours(x, mask, kernels="triton"), x, seen)
+    same_every_time(x, mask, 20, "triton")
 
 
 ONES = {"T": Case(1, H=1, D=16), "D_and_H": Case(65, H=1, D=1), "all": Case(1, H=1, D=1),

@@ -1,4 +1,4 @@
-"""Forward: every case against float64, then what must hold to the last bit."""
+"""The Triton forward: every case against float64, then what must hold to the last bit."""
 import pytest
 import torch
 from attention_cases import (
@@ -20,7 +20,7 @@ LARGE = Case(1024, H=6, H_kv=3, B=2)
 def test_as_good_as_torch(case, dtype, device, poison):
     x = make_inputs(case, dtype, device)
     mask, seen = make_mask(case, device)
-    o, lse = flash_attention(x.q, x.k, x.v, mask, case.softmax_scale, case.softcap)
+    o, lse = flash_attention(x.q, x.k, x.v, mask, case.softmax_scale, case.softcap, "triton")
     assert o.dtype == dtype and lse.dtype == torch.float32
     assert_as_good_as_torch(dict(o=o.detach(), lse=lse.detach()), x, seen, case.softmax_scale, case.softcap)
 

@@ -9,7 +9,7 @@ from attention_cases import document_starts, packing, running, segment_mask
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from flash_attn2 import Mask, causal_mask, full_mask, reference, varlen_mask
-from flash_attn2.masks import NO_BOUND, from_bounds, interval, tile_range
+from flash_attn2.masks import NO_BOUND, edges, from_bounds, interval, tile_range
 
 TILES = [(64, 64), (16, 64), (64, 16), (32, 128)]
 
@@ -27,10 +27,13 @@ def tile_range_kernel(lo_ptr, hi_ptr, out_ptr, n_x, n_y, before, after, BLOCK_X:
     pid = tl.program_id(0)
     begin, full_begin, full_end, end = tile_range(lo_ptr, hi_ptr, pid * BLOCK_X, BLOCK_X, n_x, n_y, before, after,
                                                   BLOCK_Y)
-    tl.store(out_ptr + 4 * pid, begin)
-    tl.store(out_ptr + 4 * pid + 1, full_begin)
-    tl.store(out_ptr + 4 * pid + 2, full_end)
-    tl.store(out_ptr + 4 * pid + 3, end)
+    lo_until, hi_from = edges(begin, full_begin, full_end, end)
+    tl.store(out_ptr + 6 * pid, begin)
+    tl.store(out_ptr + 6 * pid + 1, full_begin)
+    tl.store(out_ptr + 6 * pid + 2, full_end)
+    tl.store(out_ptr + 6 * pid + 3, end)
+    tl.store(out_ptr + 6 * pid + 4, lo_until)
+    tl.store(out_ptr + 6 * pid + 5, hi_from)
 
 
 def bounds(mask: Mask, keys: bool, row: int):
@@ -51,11 +54,32 @@ def intervals(mask: Mask, n_x: int, n_y: int, keys: bool, device, row: int = 0, 
 
 
 def ranges(mask: Mask, n_x: int, n_y: int, keys: bool, device, block_x: int, block_y: int, row: int = 0):
+    return [walk[:4] for walk in walks_and_edges(mask, n_x, n_y, keys, device, block_x, block_y, row)]
+
+
+def walks_and_edges(mask: Mask, n_x: int, n_y: int, keys: bool, device, block_x: int, block_y: int, row: int = 0):
+    """Of each tile begin, full_begin, full_end, end, lo_until, hi_from."""
     tiles = triton.cdiv(n_x, block_x)
-    out = torch.full((tiles, 4), -999, dtype=torch.int32, device=device)
+    out = torch.full((tiles, 6), -999, dtype=torch.int32, device=device)
     lo, hi, before, after = bounds(mask, keys, row)
     tile_range_kernel[(tiles,)](lo, hi, out, n_x, n_y, before, after, BLOCK_X=block_x, BLOCK_Y=block_y)
     return out.cpu().tolist()
+
+
+def check_edges(mask: Mask, seen: torch.Tensor, device, row: int, block_x: int, block_y: int) -> None:
+    """In each tile that is walked, and in its neighbours, the bounds that it asks for leave what is seen."""
+    for keys, pairs in ((False, seen), (True, seen.T)):
+        n_x, n_y = pairs.shape
+        bound = intervals(mask, n_x, n_y, keys, device, row)[:n_x]
+        walks = walks_and_edges(mask, n_x, n_y, keys, device, block_x, block_y, row)
+        for t, (begin, _, _, end, lo_until, hi_from) in enumerate(walks):
+            x = slice(t * block_x, (t + 1) * block_x)
+            lo, hi = bound[x, :1], bound[x, 1:]
+            for tile in range(max(begin - 1, 0), end + 2):
+                y = torch.arange(tile * block_y, (tile + 1) * block_y)
+                left = ((y >= lo) | (tile >= lo_until)) & ((y <= hi) | (tile < hi_from))
+                want = torch.nn.functional.pad(pairs[x], (0, block_y))[:, tile * block_y:(tile + 1) * block_y]
+                assert torch.equal(left[:, :want.shape[1]], want) and not left[:, want.shape[1]:].any()
 
 
 def check_intervals(mask: Mask, seen: torch.Tensor, device, row: int = 0) -> None:
@@ -95,6 +119,8 @@ def check(mask: Mask, seen: torch.Tensor, device, row: int = 0, tiles=TILES) -> 
     check_intervals(mask, seen, device, row)
     for block_x, block_y in tiles:
         check_ranges(mask, seen, device, row, block_x, block_y)
+    for block_x, block_y in tiles[::2]:
+        check_edges(mask, seen, device, row, block_x, block_y)
 
 
 @pytest.mark.parametrize("window", [1, 63, 64, 65, 129, 130, 131], ids="window{}".format)

@@ -55,7 +55,8 @@ def op_inputs(with_documents: bool, device):
 def test_opcheck_forward(with_documents, device):
     x, mask = op_inputs(with_documents, device)
     torch.library.opcheck(
-        torch.ops.flash_attn2.forward.default, (x.q, x.k, x.v, mask.lo, mask.hi, mask.left, mask.right, 0.25, 0.0)
+        torch.ops.flash_attn2.forward.default, (x.q, x.k, x.v, mask.lo, mask.hi, mask.left, mask.right, 0.25, 0.0,
+                                                    "auto")
     )
 
 
@@ -66,7 +67,7 @@ def test_opcheck_forward_of_transposed_inputs(with_documents, device):
     q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in x[:3])
     torch.library.opcheck(
         torch.ops.flash_attn2.forward.default,
-        (q, k, v, mask.lo, mask.hi, mask.left, mask.right, 0.25, 0.0),
+        (q, k, v, mask.lo, mask.hi, mask.left, mask.right, 0.25, 0.0, "auto"),
         test_utils=("test_schema", "test_faketensor"),
     )
 
@@ -92,6 +93,8 @@ def test_opcheck_backward(with_documents, with_dlse, device):
             mask.right,
             0.25,
             0.0,
+            "auto",
+            False,
         ),
     )
 

@@ -131,9 +131,9 @@ def test_descriptors_load_what_pointers_load_on_a_gpu(D, documents, device, monk
     case = Case(1000, B=2, H=4, H_kv=2, D=D, docs=((1000,), (300, 700)) if documents else None)
     x = make_inputs(case, torch.bfloat16, device)
     mask, _ = make_mask(case, device)
-    with_tma = ours(x, mask)
+    with_tma = ours(x, mask, kernels="triton")
     monkeypatch.setattr(tiles, "tma_can", lambda x: False)
-    without = ours(x, mask)
+    without = ours(x, mask, kernels="triton")
     for name, value in with_tma.items():
         assert torch.equal(value, without[name]), name
 
@@ -145,7 +145,8 @@ def test_a_copy_is_made_only_of_what_no_kernel_can_walk(device):
     assert tiles.addressable(x.transpose(1, 3)).is_contiguous()
     starts = document_starts(((30, 40),), device)
     for view in (x[..., 1:65], x[:, 1:, :, :64]):
-        got = flash_attention(view, view, view, causal_mask(0, starts[:, :view.shape[1]]))
+        mask = causal_mask(0, starts[:, :view.shape[1]])
+        got = flash_attention(view, view, view, mask, kernels="triton")
         same = view.contiguous()
-        want = flash_attention(same, same, same, causal_mask(0, starts[:, :view.shape[1]]))
+        want = flash_attention(same, same, same, mask, kernels="triton")
         torch.testing.assert_close(got, want)

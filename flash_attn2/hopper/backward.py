@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..forward import LN2, on_device, scales
-from ..masks import Mask, interval, tile_range
+from ..masks import Mask, edges, interval, tile_range
 from ..tiles import addressable, tma_can
 from .dq import buffers, finish_kernel, hand_over, prepare_kernel, write
 from .gluon_api import barrier, named_barrier
@@ -77,15 +77,15 @@ def share_of_dq(ds_tile, k_tile, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def masked(p, tile, full_begin, full_end, edges, GROUP: gl.constexpr):
-    """p^T of a query tile: 0 where a query does not see the key. Only the tiles before or after the full ones ask."""
+def masked(p, tile, lo_until, hi_from, seen, GROUP: gl.constexpr):
+    """p^T of a query tile: 0 where a query does not see the key. Full tiles do not ask."""
     i = tile * p.shape[1] + gl.arange(0, p.shape[1], gl.SliceLayout(0, p.type.layout))
     keys: gl.constexpr = gl.SliceLayout(1, p.type.layout)
-    if tile < full_begin:
-        q_lo = edges.index(0).slice(GROUP * ROWS, ROWS).load(keys)
+    if tile < lo_until:
+        q_lo = seen.index(0).slice(GROUP * ROWS, ROWS).load(keys)
         p = gl.where(i[None, :] >= q_lo[:, None], p, 0.0)
-    if tile >= full_end:
-        q_hi = edges.index(1).slice(GROUP * ROWS, ROWS).load(keys)
+    if tile >= hi_from:
+        q_hi = seen.index(1).slice(GROUP * ROWS, ROWS).load(keys)
         p = gl.where(i[None, :] <= q_hi[:, None], p, 0.0)
     return p
 
@@ -96,11 +96,10 @@ def consume(args, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr, E
 
     Each step ends with s of the next one, so that its exponentials can begin at once: issued before the exchange of ds
     (EARLY), or under dq, with more registers free."""
-    (k_tile, v_tile, queries, grads, rows, ds_tiles, dq_tiles, edges, kv_ready, dq_full, dq_empty,
-     begin, full_begin, full_end, end, group, scale_log2) = args
+    (k_tile, v_tile, queries, grads, rows, ds_tiles, dq_tiles, seen, kv_ready, dq_full, dq_empty,
+     begin, lo_until, hi_from, end, group, scale_log2) = args
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     a_layout: gl.constexpr = gl.DotOperandLayout(0, layout, 2)              # p^T, ds^T as they lie in registers
-    dtype: gl.constexpr = k_tile.dtype
     dk = gl.zeros([ROWS, D], gl.float32, layout)
     dv = dk
     total = (end - begin) * group
@@ -119,11 +118,11 @@ def consume(args, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr, E
             grads.wait(i)
             dp_mma = transposed_product(own(v, GROUP), do, BLOCK_M)
             p = gl.exp2(s * scale_log2 - row.slice(0, BLOCK_M).load(column)[None, :])
-            p = masked(p, tile, full_begin, full_end, edges, GROUP)
-            p_op = gl.convert_layout(p.to(dtype), a_layout)
+            p = masked(p, tile, lo_until, hi_from, seen, GROUP)
+            p_op = gl.convert_layout(p.to(do.dtype), a_layout)
             dp = warpgroup_mma_wait(0, deps=[dp_mma])
             dv_mma = warpgroup_mma(p_op, do, dv, is_async=True)
-            ds = (p * (dp - row.slice(BLOCK_M, BLOCK_M).load(column)[None, :])).to(dtype)
+            ds = (p * (dp - row.slice(BLOCK_M, BLOCK_M).load(column)[None, :])).to(q.dtype)
             ds_tile.slice(GROUP * ROWS, ROWS).store(ds)
             fence_async_shared()                                            # before wgmma reads what threads wrote
             named_barrier("arrive", DS_READY + 2 * (i % 2) + 1 - GROUP, 256)
@@ -149,8 +148,8 @@ def consume(args, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr, E
                 s = warpgroup_mma_wait(0, deps=[s_mma])
             i += 1
     named_barrier("sync", DONE, 256)                                        # the other group's last dq has read k
-    own(v_tile.index(0), GROUP).store(dv.to(dtype))
-    own(k_tile.index(0), GROUP).store((dk * (scale_log2 * LN2)).to(dtype))  # the factor is softmax_scale
+    own(v_tile.index(0), GROUP).store(dv.to(v_tile.dtype))
+    own(k_tile.index(0), GROUP).store((dk * (scale_log2 * LN2)).to(k_tile.dtype))      # softmax_scale
     fence_async_shared()
 
 
@@ -193,10 +192,11 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc
         q_hi_ptr += b.to(gl.int64) * Tk
     begin, full_begin, full_end, end = tile_range(q_lo_ptr, q_hi_ptr, n0, BLOCK_N, Tk, Tq, right, left, BLOCK_M)
     if n0 + BLOCK_N > Tk:
-        full_end = full_begin                          # which every tile asks
+        full_end = full_begin                          # for which every tile asks
     if end <= begin:                                   # keys that no query sees walk one tile, all masked
         begin = gl.minimum(begin, n_tiles - 1)
         end = begin + 1
+    lo_until, hi_from = edges(begin, full_begin, full_end, end)
     first_tile = (b * H_kv + h_kv) * group * n_tiles
     k_tile = gl.allocate_shared_memory(k_desc.dtype, [1] + k_desc.block_type.shape, k_desc.layout)
     v_tile = gl.allocate_shared_memory(v_desc.dtype, [1] + v_desc.block_type.shape, v_desc.layout)
@@ -206,17 +206,17 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], k_desc.dtype)
     ds_tiles = gl.allocate_shared_memory(k_desc.dtype, [2, BLOCK_N, BLOCK_M], ds_layout)
     dq_tiles = gl.allocate_shared_memory(gl.float32, [2, 64, 64], dq_desc.layout)
-    edges = gl.allocate_shared_memory(gl.int32, [2, BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    seen = gl.allocate_shared_memory(gl.int32, [2, BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     j = n0 + gl.arange(0, BLOCK_N, gl.BlockedLayout([1], [32], [4], [0]))
     q_lo, q_hi = interval(q_lo_ptr, q_hi_ptr, j, Tk, Tq, right, left)
-    edges.index(0).store(gl.where(j < Tk, q_lo, Tq))   # keys past the end reach no query
-    edges.index(1).store(gl.where(j < Tk, q_hi, -1))
+    seen.index(0).store(gl.where(j < Tk, q_lo, Tq))   # keys past the end reach no query
+    seen.index(1).store(gl.where(j < Tk, q_hi, -1))
     kv_ready = barriers(1, 1).index(0)
     dq_full = barriers(2, 1)
     dq_empty = barriers(2, 1)
-    barrier()                                          # the barriers and the edges are there for all
-    args = (k_tile, v_tile, queries, grads, rows, ds_tiles, dq_tiles, edges, kv_ready, dq_full, dq_empty,
-            begin, full_begin, full_end, end, group, scale_log2)
+    barrier()                                          # the barriers and `seen` are there for all
+    args = (k_tile, v_tile, queries, grads, rows, ds_tiles, dq_tiles, seen, kv_ready, dq_full, dq_empty,
+            begin, lo_until, hi_from, end, group, scale_log2)
     load = (k_desc, v_desc, q_desc, do_desc, rows_desc, k_tile, v_tile, queries, grads, rows, kv_ready,
             b, h_kv * group, h_kv, n0, first_tile, n_tiles, begin, end, group)
     add = (dq_desc, dq_tiles, dq_full, dq_empty, first_tile, n_tiles, begin, end, group)
@@ -233,7 +233,7 @@ def backward(do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o
     B, Tq, H, D = q.shape
     Tk, H_kv = k.shape[1:3]
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    o, do = addressable(o), do if tma_can(do) else do.contiguous()
+    o, do = addressable(o), do if tma_can(do) else do.clone(memory_format=torch.contiguous_format)
     config = CONFIG[D]
     block = config.BLOCK_M
     tiles = triton.cdiv(Tq, block) * B * H

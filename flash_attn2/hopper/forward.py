@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..forward import LN2, on_device, scales
-from ..masks import Mask, interval, tile_range
+from ..masks import Mask, edges, interval, tile_range
 from .gluon_api import barrier
 from .pipeline import barriers, ring, rows_descriptor
 
@@ -124,6 +124,7 @@ def consume(args, GROUP: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, O
     begin, full_begin, full_end, end = tile_range(lo_ptr, hi_ptr, m0, ROWS, Tq, Tk, left, right, BLOCK_N)
     skip = gl.minimum(gl.maximum(first + 1 - end, 0), n - 1)            # of the program's n steps a group needs
     stop = gl.maximum(gl.minimum(first + 1 - begin, n), skip + 1)       # skip .. stop - 1, one at least
+    lo_until, hi_from = edges(begin, full_begin, full_end, end)
     pass_over(keys, values, 0, skip)
     q = q_tiles.index(GROUP).reshape([ROWS, D])
     acc = gl.zeros([ROWS, D], gl.float32, o_layout)
@@ -149,11 +150,11 @@ def consume(args, GROUP: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, O
             acc = warpgroup_mma_wait(0, deps=[acc_mma])
             values.release(step - 1)
         tile = first - step
-        if tile >= full_end:
+        if tile >= hi_from:
             s = up_to(s, tile * BLOCK_N, hi)
-        if tile < full_begin:
+        if tile < lo_until:
             s = down_to(s, tile * BLOCK_N, lo)
-        p_low, alpha, m, l = softmax_step(s, m, l, scale_log2, (tile < full_begin) | (tile >= full_end), q.dtype)
+        p_low, alpha, m, l = softmax_step(s, m, l, scale_log2, (tile < lo_until) | (tile >= hi_from), q.dtype)
         if OVERLAP:
             acc = warpgroup_mma_wait(0, deps=[acc_mma])
             values.release(step - 1)
