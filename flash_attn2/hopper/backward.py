@@ -25,7 +25,7 @@ from ..masks import Mask, edges, interval, tile_range
 from ..tiles import addressable, tma_can
 from .dq import buffers, finish_kernel, hand_over, prepare_kernel, write
 from .gluon_api import barrier, named_barrier
-from .pipeline import barriers, ring, rows_descriptor
+from .pipeline import barriers, ring, ring_beside, rows_descriptor
 
 ROWS = gl.constexpr(64)         # keys of a group
 BLOCK_N = 128                   # keys of a program
@@ -201,7 +201,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc
     k_tile = gl.allocate_shared_memory(k_desc.dtype, [1] + k_desc.block_type.shape, k_desc.layout)
     v_tile = gl.allocate_shared_memory(v_desc.dtype, [1] + v_desc.block_type.shape, v_desc.layout)
     queries = ring(q_desc, STAGES, 2)
-    grads = ring(do_desc, STAGES, 2)
+    grads = ring_beside(queries, do_desc)
     rows = gl.allocate_shared_memory(gl.float32, [STAGES, 2 * BLOCK_M], rows_desc.layout)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], k_desc.dtype)
     ds_tiles = gl.allocate_shared_memory(k_desc.dtype, [2, BLOCK_N, BLOCK_M], ds_layout)

@@ -82,3 +82,10 @@ class Ring:
 def ring(desc, stages: gl.constexpr, readers: gl.constexpr):
     tiles = gl.allocate_shared_memory(desc.dtype, [stages] + desc.block_type.shape, desc.layout)
     return Ring(tiles, barriers(stages, 1), barriers(stages, readers), stages)
+
+
+@gluon.jit
+def ring_beside(other, desc):
+    """Tiles that come with those of another ring, behind barriers of their own, and are released with them."""
+    tiles = gl.allocate_shared_memory(desc.dtype, [other.stages] + desc.block_type.shape, desc.layout)
+    return Ring(tiles, barriers(other.stages, 1), other.empty, other.stages)
