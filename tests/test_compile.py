@@ -131,11 +131,27 @@ def resources(cubin: bytes) -> dict:
     return dict(regs=int(found[1]), stack=int(found[2]))
 
 
-def main() -> None:
+def print_table(measure, jobs: list) -> None:
     sys.path.insert(0, str(HERE.parent.parent))
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-        for row in pool.map(measure, jobs()):
+        for row in pool.map(measure, jobs):
             print(json.dumps(row), flush=True)
+
+
+def table_of(script: Path, job_type: type, jobs: list) -> dict:
+    """What `script` prints of its jobs, compiled in a process of its own, without the interpreter."""
+    compiling = subprocess.Popen([sys.executable, script], env=os.environ | {"TRITON_INTERPRET": "0"}, text=True,
+                                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+    try:
+        out, err = compiling.communicate()
+    finally:
+        if compiling.poll() is None:
+            os.killpg(compiling.pid, signal.SIGKILL)        # its workers too
+    assert compiling.returncode == 0, err[-3000:]
+    rows = [json.loads(line) for line in out.splitlines()]
+    table = {job_type(*(row[field] for field in job_type._fields)): row for row in rows}
+    assert set(table) == set(jobs)
+    return table
 
 
 def faults(job: Job, row: dict) -> list[str]:
@@ -157,17 +173,7 @@ def faults(job: Job, row: dict) -> list[str]:
 @pytest.mark.timeout(1800)     # three minutes of two quiet cores; a busy machine takes its time
 def test_every_tile_fits():
     """One test, so that parallel runs compile once. Triton's cache makes a second run quick."""
-    compiling = subprocess.Popen([sys.executable, HERE], env=os.environ | {"TRITON_INTERPRET": "0"}, text=True,
-                                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
-    try:
-        out, err = compiling.communicate()
-    finally:
-        if compiling.poll() is None:
-            os.killpg(compiling.pid, signal.SIGKILL)        # its workers too
-    assert compiling.returncode == 0, err[-3000:]
-    rows = [json.loads(line) for line in out.splitlines()]
-    table = {Job(*(row[field] for field in Job._fields)): row for row in rows}
-    assert set(table) == set(jobs())
+    table = table_of(HERE, Job, jobs())
     bad = [f"{job}: {fault}" for job, row in table.items() for fault in faults(job, row)]
     assert not bad, "\n".join(bad)
 
@@ -189,4 +195,4 @@ def test_every_entry_is_measured():
 
 
 if __name__ == "__main__":
-    main()
+    print_table(measure, jobs())

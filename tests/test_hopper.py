@@ -4,16 +4,12 @@ The compiler runs in a subprocess, since this process may have Triton's interpre
 
     TRITON_INTERPRET=0 python tests/test_hopper.py
 """
-import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,7 +28,7 @@ from attention_cases import (
     packing,
     same,
 )
-from test_compile import SHARED, resources
+from test_compile import SHARED, print_table, resources, table_of
 
 from flash_attn2 import causal_mask, flash_attention, reference
 from flash_attn2.dispatch import HEAD_DIMS
@@ -171,13 +167,6 @@ def count_exponentials(sass: str) -> list[int]:
     return [re.split(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x0\b", part)[0].count("MUFU.EX2") for part in parts]
 
 
-def main() -> None:
-    sys.path.insert(0, str(HERE.parent.parent))
-    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-        for row in pool.map(measure, jobs()):
-            print(json.dumps(row), flush=True)
-
-
 def faults(job: Job, row: dict) -> list[str]:
     found = []
     if row["shared"] > SHARED["sm_90"]:
@@ -200,17 +189,7 @@ def faults(job: Job, row: dict) -> list[str]:
 @pytest.mark.timeout(1800)
 def test_every_configuration_fits():
     """One test, so that parallel runs compile once. Triton's cache makes a second run quicker."""
-    compiling = subprocess.Popen([sys.executable, HERE], env=os.environ | {"TRITON_INTERPRET": "0"}, text=True,
-                                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
-    try:
-        out, err = compiling.communicate()
-    finally:
-        if compiling.poll() is None:
-            os.killpg(compiling.pid, signal.SIGKILL)        # its workers too
-    assert compiling.returncode == 0, err[-3000:]
-    rows = [json.loads(line) for line in out.splitlines()]
-    table = {Job(*(row[field] for field in Job._fields)): row for row in rows}
-    assert set(table) == set(jobs())
+    table = table_of(HERE, Job, jobs())
     bad = [f"{job}: {fault}" for job, row in table.items() for fault in faults(job, row)]
     assert not bad, "\n".join(bad)
 
@@ -500,4 +479,4 @@ def test_no_access_out_of_bounds():
 
 
 if __name__ == "__main__":
-    main()
+    print_table(measure, jobs())
