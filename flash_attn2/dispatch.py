@@ -5,7 +5,7 @@
     triton    Triton's: every card, dtype and width, softcap, and a backward that repeats bit for bit
 
 Hopper's backward is not auto's yet: on a loaded card its dq has been seen wrong (LOG.md, 2026-11-30). Once it is, its
-sums of dq come in any order, so that under `torch.use_deterministic_algorithms`, or for who asks (`deterministic`),
+sums of dq come in any order, so that under `torch.use_deterministic_algorithms`, or where `deterministic=True` asks,
 auto's backward stays Triton's.
 """
 import functools
@@ -41,7 +41,7 @@ def why_not_hopper(q: Tensor, k: Tensor, v: Tensor, softcap: float = 0.0) -> str
     if softcap:
         return "softcap"
     if not all(map(tma_can, (q, k, v))):
-        return "strides or base no multiple of 16 bytes, or no rows"
+        return "strides or base that TMA cannot address: empty, expanded, or no multiples of 16 bytes"
     if q.shape[:3].numel() > MAX_ROWS:
         return f"more than 2^29 query rows over all heads, {q.shape[:3].numel()}"
     return None
@@ -62,7 +62,7 @@ def _log_version() -> None:
 
 
 def on_hopper(kernels: str, *of) -> bool:
-    """ValueError: kernels is hopper and the Hopper pair does not take `of`, what why_not_hopper is asked about."""
+    """Whether the Hopper pair runs; `of` are why_not_hopper's arguments. ValueError: it must and it cannot."""
     if kernels == "triton":
         return False
     reason = why_not_hopper(*of)
@@ -84,8 +84,11 @@ def backward(do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o
              softmax_scale: float, softcap: float = 0.0, kernels: str = "auto",
              deterministic: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """-> dq, dk, dv, contiguous, shaped as q, k, v. do (B, Tq, H, D), any strides; dlse (B, H, Tq) float32 or None."""
+    repeats = deterministic or torch.are_deterministic_algorithms_enabled()
+    if repeats and kernels == "hopper":
+        raise ValueError("kernels='hopper' sums dq in any order; for a deterministic backward use auto or triton")
     if kernels == "auto":
-        kernels = "triton" if deterministic or torch.are_deterministic_algorithms_enabled() else AUTO_BACKWARD
+        kernels = "triton" if repeats else AUTO_BACKWARD
     if on_hopper(kernels, q, k, v, softcap):
         from .hopper.backward import backward
         return backward(do, dlse, q, k, v, o, lse, mask, softmax_scale)

@@ -43,9 +43,9 @@ REFUSED = {
     "D80": (dict(D=80), {}, 0.0, "head width 80"),
     "D256": (dict(D=256), {}, 0.0, "head width 256"),
     "softcap": ({}, {}, 15.0, "softcap"),
-    "no_rows": (dict(T=0), {}, 0.0, "or no rows"),
-    "odd_strides": (dict(stride=(65 * 132, 132, 66, 1)), {}, 0.0, "strides or base no multiple of 16 bytes"),
-    "odd_base": (dict(offset=2), {}, 0.0, "strides or base no multiple of 16 bytes"),
+    "no_rows": (dict(T=0), {}, 0.0, "that TMA cannot address: empty"),
+    "odd_strides": (dict(stride=(65 * 132, 132, 66, 1)), {}, 0.0, "or no multiples of 16 bytes"),
+    "odd_base": (dict(offset=2), {}, 0.0, "or no multiples of 16 bytes"),
     "every_other_column": (dict(stride=(65 * 256, 256, 128, 2)), {}, 0.0, "strides or base"),
     "too_many_rows": (dict(T=2**28 + 1), {}, 0.0, "more than 2^29 query rows over all heads, 536870914"),
 }
@@ -134,7 +134,19 @@ def called(monkeypatch):
 
 ROUTES = [
     ("auto", False, "hopper", "hopper"), ("hopper", False, "hopper", "hopper"), ("triton", False, "triton", "triton"),
-    ("auto", True, "hopper", "triton"), ("hopper", True, "hopper", "hopper"), ("triton", True, "triton", "triton")]
+    ("auto", True, "hopper", "triton"), ("triton", True, "triton", "triton")]
+
+
+@pytest.mark.parametrize("how", ["flag", "torch"])
+def test_hoppers_backward_is_not_deterministic(how, called):
+    x = make_inputs(Case(5, D=16), torch.float32, torch.device("cpu"))
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(how == "torch")
+    try:
+        with pytest.raises(ValueError, match="kernels='hopper' sums dq in any order; for a deterministic"):
+            ours(x, causal_mask(), kernels="hopper", deterministic=how == "flag")
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 def test_auto_takes_hoppers_forward_and_tritons_backward(called):

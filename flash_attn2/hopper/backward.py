@@ -3,7 +3,8 @@
 A program owns 128 keys, walks the queries that reach them, and adds each tile's share of dq to float32 sums in
 global memory, in whatever order programs come: dq repeats but for rounding, dk and dv bit for bit. Roles: two
 warpgroups of 64 keys each; a producer warp that orders q, do and the rows' lse and delta; a writer warp that adds dq by
-TMA. A kernel before the pass computes delta and clears the sums, one after it scales and casts them (dq.py).
+TMA. A kernel before the pass computes delta and clears the sums, one after it scales and casts them (dq.py). On a
+loaded card dq has been seen wrong (LOG.md, 2026-11-30): dispatch.py runs this only for kernels="hopper".
 """
 from typing import NamedTuple
 
@@ -34,7 +35,7 @@ BLOCK_N = 128                   # keys of a program
 class Config(NamedTuple):
     BLOCK_M: int                # queries of a tile: 8,192 numbers in all, two shares of dq
     STAGES: int                 # tiles of q, and of do, in shared memory
-    EARLY: bool
+    EARLY: bool                 # the next s is issued before the exchange of ds, or else under dq
 
 
 CONFIG = {64: Config(128, 2, True), 128: Config(64, 2, False)}     # by head width; measured (LOG.md)
@@ -109,8 +110,7 @@ def consume(args, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr, E
     column: gl.constexpr = gl.SliceLayout(0, s.type.layout)
     for _ in range(group):
         for tile in range(begin, end):
-            # i >> 30 is 0, which the compiler cannot know: the operands' descriptors are not hoisted out of the loop,
-            # where they would push accumulators out of the registers (112 bytes of spills, now 16).
+            # i >> 30 is 0, unknown to the compiler: it would hoist descriptors, which push accumulators from registers
             k, v = k_tile.index(i >> 30), v_tile.index(i >> 30)
             q, do = queries.tile(i, BLOCK_M, D), grads.tile(i, BLOCK_M, D)
             row = rows.index(i % queries.stages)
@@ -192,7 +192,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc
         q_hi_ptr += b.to(gl.int64) * Tk
     begin, full_begin, full_end, end = tile_range(q_lo_ptr, q_hi_ptr, n0, BLOCK_N, Tk, Tq, right, left, BLOCK_M)
     if n0 + BLOCK_N > Tk:
-        full_end = full_begin                          # for which every tile asks
+        full_end = full_begin                          # they read as 0: exp2(0 - lse) may be inf, and inf * 0
     if end <= begin:                                   # keys that no query sees walk one tile, all masked
         begin = gl.minimum(begin, n_tiles - 1)
         end = begin + 1

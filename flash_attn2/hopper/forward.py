@@ -32,7 +32,7 @@ class Config(NamedTuple):
     GROUPS: int             # warpgroups that compute
     BLOCK_N: int            # keys of a tile
     STAGES: int             # tiles of k, and of v, in shared memory
-    OVERLAP: bool
+    OVERLAP: bool           # p v of the tile before runs under this tile's exponentials
     maxnreg: int            # registers a thread at launch: 65,536 over all threads
 
 
@@ -73,7 +73,7 @@ def softmax_step(s, m, l, scale_log2, edge, dtype: gl.constexpr):
     """-> p, alpha, m, l: as the Triton kernel's, p in q's dtype, l (ROWS, 8) by thread.
 
     The branch mends rows that have seen no key yet: -inf - -inf. It also stands between the exponentials and the wait
-    for p v that follows, which ptxas otherwise hoists above them: 625 TFLOP/s for 669 (LOG.md)."""
+    for p v that follows, which ptxas otherwise hoists above them (README.md)."""
     l_rows: gl.constexpr = gl.SliceLayout(1, l.type.layout)
     m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
     p = gl.exp2(s * scale_log2 - m_new[:, None])

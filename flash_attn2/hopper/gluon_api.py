@@ -6,7 +6,7 @@ from triton.language.core import _aggregate as aggregate  # noqa: F401
 
 from . import VERSION
 
-# All threads of a partition, or of the program outside one.
+# Of all threads of a partition (the warps that run one function of warp_specialize), or of the program outside one.
 barrier = gl.thread_barrier if VERSION == "3.6" else gl.barrier
 
 
