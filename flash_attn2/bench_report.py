@@ -107,24 +107,24 @@ def setting(record: dict) -> str:
 
 def table(record: dict, measured: Iterable[list[dict]]) -> Iterator[str]:
     """The lines of a table, each shape's as soon as it is measured: a block for each mask and head width."""
-    block, skipped = None, {}      # (contender, why or by which kernels): lengths
+    block, remarks = None, {}      # (contender, why or by which kernels): lengths
     for shape in measured:
         first = shape[0]
         if block != (first["mask"], first["head_dim"]):
-            yield from notes(skipped)
-            block, skipped = (first["mask"], first["head_dim"]), {}
+            yield from notes(remarks)
+            block, remarks = (first["mask"], first["head_dim"]), {}
             yield ""
             yield f"{block_name(record, *block)} ({first['H']} heads)"
             yield COLUMNS
         base = next((row["tflops"]["both"] for row in shape if row["contender"] in BASELINE and "tflops" in row), None)
         for row in shape:
             if "skipped" in row:
-                skipped.setdefault((row["contender"], row["skipped"]), []).append(row["T"])
+                remarks.setdefault((row["contender"], row["skipped"]), []).append(row["T"])
             else:
                 yield line(row, base)
                 if "kernels" in row:
-                    skipped.setdefault((row["contender"], f"kernels: {row['kernels']}"), []).append(row["T"])
-    yield from notes(skipped)
+                    remarks.setdefault((row["contender"], f"kernels: {row['kernels']}"), []).append(row["T"])
+    yield from notes(remarks)
 
 
 def block_name(record: dict, mask: str, head_dim: int) -> str:
@@ -142,9 +142,9 @@ def line(row: dict, base: float | None) -> str:
             f"{f'{both / base:.2f}' if base else '':>5} {row['peak_gib']:6.2f} {error['o']:8.1e} {grad:8.1e}")
 
 
-def notes(skipped: dict[tuple[str, str], list[int]]) -> Iterator[str]:
-    for (contender, reason), lengths in skipped.items():
-        yield f"  {contender}, T = {', '.join(map(str, lengths))}: {reason}"
+def notes(remarks: dict[tuple[str, str], list[int]]) -> Iterator[str]:
+    for (contender, remark), lengths in remarks.items():
+        yield f"  {contender}, T = {', '.join(map(str, lengths))}: {remark}"
 
 
 def check_plot(path: Path) -> None:

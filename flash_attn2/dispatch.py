@@ -47,6 +47,14 @@ def why_not_hopper(q: Tensor, k: Tensor, v: Tensor, softcap: float = 0.0) -> str
     return None
 
 
+def check_choice(kernels: str, deterministic: bool) -> None:
+    """ValueError: no pair of this name, or one that cannot repeat bit for bit."""
+    if kernels not in KERNELS:
+        raise ValueError(f"{kernels=} must be one of {', '.join(KERNELS)}")
+    if kernels == "hopper" and deterministic:
+        raise ValueError("kernels='hopper' sums dq in any order; for a deterministic backward use auto or triton")
+
+
 def which(*of) -> str:
     """What auto takes, in words: hopper, or triton and why."""
     reason = why_not_hopper(*of)
@@ -85,8 +93,7 @@ def backward(do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o
              deterministic: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """-> dq, dk, dv, contiguous, shaped as q, k, v. do (B, Tq, H, D), any strides; dlse (B, H, Tq) float32 or None."""
     repeats = deterministic or torch.are_deterministic_algorithms_enabled()
-    if repeats and kernels == "hopper":
-        raise ValueError("kernels='hopper' sums dq in any order; for a deterministic backward use auto or triton")
+    check_choice(kernels, repeats)
     if kernels == "auto":
         kernels = "triton" if repeats else AUTO_BACKWARD
     if on_hopper(kernels, q, k, v, softcap):

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.library import custom_op
 from torch.utils.flop_counter import register_flop_formula
 
-from .dispatch import KERNELS, backward, forward
+from .dispatch import backward, check_choice, forward
 from .masks import NO_BOUND, Mask, pairs
 
 MAX_HEAD_DIM = 256
@@ -29,8 +29,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask,
     check_tensors(q=q, k=k, v=v)
     q, k, v = _autocast(q, k, v)
     check(q, k, v, mask, softmax_scale, softcap)
-    if kernels not in KERNELS:
-        raise ValueError(f"{kernels=} must be one of {', '.join(KERNELS)}")
+    check_choice(kernels, deterministic)
     return FlashAttention2.apply(q, k, v, mask.lo, mask.hi, mask.q_lo, mask.q_hi, mask.left, mask.right,
                                  scale_of(q, softmax_scale), float(softcap), kernels, bool(deterministic))
 
