@@ -1,12 +1,11 @@
 """Which pair of kernels runs: Gluon's on Hopper where it can, Triton's everywhere else. The rule, in one place.
 
-    auto      Hopper's forward where it can; Triton's elsewhere, and for now Triton's backward always
+    auto      Hopper's where it can, Triton's elsewhere
     hopper    Hopper's; ValueError where it cannot
     triton    Triton's: every card, dtype and width, softcap, and a backward that repeats bit for bit
 
-Hopper's backward is not auto's yet: on a loaded card its dq has been seen wrong (LOG.md, 2026-11-30). Once it is, its
-sums of dq come in any order, so that under `torch.use_deterministic_algorithms`, or where `deterministic=True` asks,
-auto's backward stays Triton's.
+Hopper's backward adds up dq in any order. So where `torch.use_deterministic_algorithms` or `deterministic=True` asks
+for the same bits each time, auto's backward is Triton's.
 """
 import functools
 import logging
@@ -23,7 +22,6 @@ from .tiles import tma_can
 KERNELS = ("auto", "hopper", "triton")
 HEAD_DIMS = (64, 128)
 DTYPES = (torch.float16, torch.bfloat16)
-AUTO_BACKWARD = "triton"        # what auto means in the backward; "auto" lets why_not_hopper decide
 MAX_ROWS = 2**29        # query rows of all heads: two float32 numbers each in one TMA coordinate
 
 
@@ -58,9 +56,7 @@ def check_choice(kernels: str, deterministic: bool) -> None:
 def which(*of) -> str:
     """What auto takes, in words: hopper, or triton and why."""
     reason = why_not_hopper(*of)
-    if reason:
-        return f"triton: {reason}"
-    return "hopper" if AUTO_BACKWARD == "auto" else f"hopper forward, {AUTO_BACKWARD} backward"
+    return f"triton: {reason}" if reason else "hopper"
 
 
 @functools.cache
@@ -94,8 +90,8 @@ def backward(do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o
     """-> dq, dk, dv, contiguous, shaped as q, k, v. do (B, Tq, H, D), any strides; dlse (B, H, Tq) float32 or None."""
     repeats = deterministic or torch.are_deterministic_algorithms_enabled()
     check_choice(kernels, repeats)
-    if kernels == "auto":
-        kernels = "triton" if repeats else AUTO_BACKWARD
+    if repeats and kernels == "auto":
+        kernels = "triton"
     if on_hopper(kernels, q, k, v, softcap):
         from .hopper.backward import backward
         return backward(do, dlse, q, k, v, o, lse, mask, softmax_scale)

@@ -249,7 +249,7 @@ def ours(x: Inputs, mask: Mask, softmax_scale: float | None = None, softcap: flo
 
 def dq_in_any_order(x: Inputs, softcap: float = 0.0) -> bool:
     """Whether auto takes the Hopper pair, whose sums of dq have no fixed order."""
-    return dispatch.AUTO_BACKWARD == "auto" and dispatch.why_not_hopper(x.q, x.k, x.v, softcap) is None
+    return dispatch.why_not_hopper(x.q, x.k, x.v, softcap) is None
 
 
 def same(name: str, value: Tensor, expected: Tensor, any_order: bool = False) -> Tensor:

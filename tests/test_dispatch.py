@@ -149,16 +149,10 @@ def test_hoppers_backward_is_not_deterministic(how, called):
         torch.use_deterministic_algorithms(before)
 
 
-def test_auto_takes_hoppers_forward_and_tritons_backward(called):
-    ours(make_inputs(Case(5, D=16), torch.float32, torch.device("cpu")), causal_mask())
-    assert called == ["hopper forward", "triton backward"]
-
-
 @pytest.mark.parametrize("how", ["flag", "torch"])
 @pytest.mark.parametrize("kernels, deterministic, forward, backward", ROUTES)
-def test_the_chosen_pair_is_called(kernels, deterministic, forward, backward, how, called, monkeypatch):
-    """Asked for by the flag, or of all of torch. Who names a pair gets it. As it is once auto takes all of Hopper."""
-    monkeypatch.setattr(dispatch, "AUTO_BACKWARD", "auto")
+def test_the_chosen_pair_is_called(kernels, deterministic, forward, backward, how, called):
+    """Asked for by the flag, or of all of torch. Who names a pair gets it."""
     x = make_inputs(Case(5, D=16), torch.float32, torch.device("cpu"))
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(deterministic and how == "torch")

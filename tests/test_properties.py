@@ -105,16 +105,22 @@ def sums(g: dict[str, Tensor], x: Inputs, scale: float) -> dict[str, Tensor]:
 @on_both(Case(70, H=2, H_kv=1, D=16), LARGE)
 @pytest.mark.parametrize("mask", ["causal", "window", "documents"])
 def test_sums_over_keys(case, dtype, mask, device):
-    """Nearer to 0 than twice what torch's own rounding in this dtype leaves."""
+    """Nearer to 0 than twice what torch's own rounding in this dtype leaves, or than four times what rounding the
+    gradients alone leaves: both are sums of random roundings."""
     case = case._replace(window=20 if mask == "window" else 0,
                          docs=((case.Tq // 3, case.Tq - case.Tq // 3),) * case.B if mask == "documents" else None)
     x = make_inputs(case, dtype, device)
     mask, seen = make_mask(case, device)
-    mine = sums(ours(x, mask), x, case.D ** -0.5)
+    got = ours(x, mask)
+    mine, eps = sums(got, x, case.D ** -0.5), torch.finfo(dtype).eps
+    rounded = {name: g.double() * (1 + eps * (torch.rand_like(g.double()) - 0.5)) for name, g in got.items()}
+    rounded = sums(rounded, x, case.D ** -0.5)
     torchs = sums(by_rows(in_own_dtype, x, seen, None), x, case.D ** -0.5)
     for name, value in mine.items():
         (error, _), (theirs, _) = (errors(t, torch.zeros_like(t)) for t in (value, torchs[name]))
-        assert error <= 2 * theirs + 1e-4, f"{name}: {error:.3e} from 0, torch {theirs:.3e}"
+        rounding = errors(rounded[name], value)[1]
+        assert error <= max(2 * theirs, 4 * rounding) + 1e-4, (
+            f"{name}: {error:.3e} from 0, torch {theirs:.3e}, rounding {rounding:.3e}")
 
 
 @on_both(Case(70, H=2, H_kv=1, D=16), LARGE)

@@ -3,8 +3,7 @@
 A program owns 128 keys, walks the queries that reach them, and adds each tile's share of dq to float32 sums in
 global memory, in whatever order programs come: dq repeats but for rounding, dk and dv bit for bit. Roles: two
 warpgroups of 64 keys each; a producer warp that orders q, do and the rows' lse and delta; a writer warp that adds dq by
-TMA. A kernel before the pass computes delta and clears the sums, one after it scales and casts them (dq.py). On a
-loaded card dq has been seen wrong (LOG.md, 2026-11-30): dispatch.py runs this only for kernels="hopper".
+TMA. A kernel before the pass computes delta and clears the sums, one after it scales and casts them (dq.py).
 """
 from typing import NamedTuple
 
