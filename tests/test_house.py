@@ -19,8 +19,8 @@ MAY = {
     "runtime": {"config", "runtime"}, "train": ROOMS - VERBS, "sample": ROOMS - VERBS, "compare": ROOMS - VERBS,
 }
 KERNEL_LEVELS = ["reference", "masks", "tiles", "forward", "backward", "hopper", "hopper.gluon_api", "hopper.pipeline",
-                 "hopper.dq", "hopper.forward", "hopper.backward", "dispatch", "ops", "interface", "sdpa", "backends",
-                 "bench_cases", "bench_report", "bench", "tune"]
+                 "hopper.schedule", "hopper.softmax", "hopper.dq", "hopper.forward", "hopper.backward", "dispatch",
+                 "ops", "interface", "sdpa", "backends", "bench_cases", "bench_report", "bench", "tune"]
 
 
 def exists(module: str) -> bool:

@@ -37,9 +37,9 @@ class Config(NamedTuple):
     EARLY: bool                 # the next s is issued before the exchange of ds, or else under dq
 
 
-CONFIG = {64: Config(128, 2, True), 128: Config(64, 2, False)}     # by head width; measured (LOG.md)
-# Hardware barriers: "the other group's ds is there", for each group and for even and odd steps; and one for the end.
-DS_READY, DONE = gl.constexpr(8), gl.constexpr(12)
+CONFIG = {64: Config(128, 2, True), 128: Config(64, 3, False)}     # by head width; measured (LOG.md)
+# Hardware barriers: "the other group's ds is there", for each group and even and odd steps; the end; stages.
+DS_READY, DONE, EMPTY = gl.constexpr(8), gl.constexpr(12), gl.constexpr(13)
 
 
 @gluon.jit
@@ -96,7 +96,7 @@ def consume(args, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr, E
 
     Each step ends with s of the next one, so that its exponentials can begin at once: issued before the exchange of ds
     (EARLY), or under dq, with more registers free."""
-    (k_tile, v_tile, queries, grads, rows, ds_tiles, dq_tiles, seen, kv_ready, dq_full, dq_empty,
+    (k_tile, v_tile, queries, grads, rows, ds_tiles, dq_tiles, seen, kv_ready, dq_empty,
      begin, lo_until, hi_from, end, group, scale_log2) = args
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     a_layout: gl.constexpr = gl.DotOperandLayout(0, layout, 2)              # p^T, ds^T as they lie in registers
@@ -137,13 +137,13 @@ def consume(args, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr, E
                 dk = warpgroup_mma_wait(2, deps=[dk_mma])
                 queries.release(i)                                          # with do and rows
                 s = warpgroup_mma_wait(1, deps=[s_mma])
-                hand_over(warpgroup_mma_wait(0, deps=[dq_mma]), i, dq_tiles, dq_full, dq_empty, GROUP)
+                hand_over(warpgroup_mma_wait(0, deps=[dq_mma]), i, dq_tiles, dq_empty, GROUP)
             else:
                 dv = warpgroup_mma_wait(2, deps=[dv_mma])
                 dk = warpgroup_mma_wait(1, deps=[dk_mma])
                 queries.release(i)
                 s_mma = next_scores(k, queries, i + 1, total, GROUP, BLOCK_M, D)
-                hand_over(warpgroup_mma_wait(1, deps=[dq_mma]), i, dq_tiles, dq_full, dq_empty, GROUP)
+                hand_over(warpgroup_mma_wait(1, deps=[dq_mma]), i, dq_tiles, dq_empty, GROUP)
                 s = warpgroup_mma_wait(0, deps=[s_mma])
             i += 1
     named_barrier("sync", DONE, 256)                                        # the other group's last dq has read k
@@ -199,7 +199,7 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc
     first_tile = (b * H_kv + h_kv) * group * n_tiles
     k_tile = gl.allocate_shared_memory(k_desc.dtype, [1] + k_desc.block_type.shape, k_desc.layout)
     v_tile = gl.allocate_shared_memory(v_desc.dtype, [1] + v_desc.block_type.shape, v_desc.layout)
-    queries = ring(q_desc, STAGES, 2)
+    queries = ring(q_desc, STAGES, 2, EMPTY)
     grads = ring_beside(queries, do_desc)
     rows = gl.allocate_shared_memory(gl.float32, [STAGES, 2 * BLOCK_M], rows_desc.layout)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], k_desc.dtype)
@@ -211,14 +211,13 @@ def backward_kernel(q_desc, k_desc, v_desc, do_desc, rows_desc, dk_desc, dv_desc
     seen.index(0).store(gl.where(j < Tk, q_lo, Tq))   # keys past the end reach no query
     seen.index(1).store(gl.where(j < Tk, q_hi, -1))
     kv_ready = barriers(1, 1).index(0)
-    dq_full = barriers(2, 1)
     dq_empty = barriers(2, 1)
     barrier()                                          # the barriers and `seen` are there for all
-    args = (k_tile, v_tile, queries, grads, rows, ds_tiles, dq_tiles, seen, kv_ready, dq_full, dq_empty,
+    args = (k_tile, v_tile, queries, grads, rows, ds_tiles, dq_tiles, seen, kv_ready, dq_empty,
             begin, lo_until, hi_from, end, group, scale_log2)
     load = (k_desc, v_desc, q_desc, do_desc, rows_desc, k_tile, v_tile, queries, grads, rows, kv_ready,
             b, h_kv * group, h_kv, n0, first_tile, n_tiles, begin, end, group)
-    add = (dq_desc, dq_tiles, dq_full, dq_empty, first_tile, n_tiles, begin, end, group)
+    add = (dq_desc, dq_tiles, dq_empty, first_tile, n_tiles, begin, end, group)
     gl.warp_specialize([(consume, (args, 0, BLOCK_M, D, EARLY)), (consume, (args, 1, BLOCK_M, D, EARLY)),
                         (produce, (load, BLOCK_M)), (write, (add,))], [4, 1, 1], [240, 24, 24])
     tma.async_copy_shared_to_global(dk_desc, [b, n0, h_kv, 0], k_tile.index(0))

@@ -15,8 +15,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..forward import LOG2E
 from ..tiles import load_rows, store_rows
-from .gluon_api import tma_reduce_add
-from .pipeline import box_layout
+from .gluon_api import named_barrier, tma_reduce_add
+from .pipeline import box_layout, met_by
+
+DQ_FULL = gl.constexpr(6)       # hardware barriers, one a group: its share is there
 
 
 def buffers(tiles: int, BLOCK_M: int,
@@ -57,31 +59,29 @@ def prepare_kernel(o_ptr, do_ptr, lse_ptr, dlse_ptr, rows_ptr, sums_ptr, o_strid
 
 
 @gluon.jit
-def hand_over(dq, i, dq_tiles, dq_full, dq_empty, GROUP: gl.constexpr):
+def hand_over(dq, i, dq_tiles, dq_empty, GROUP: gl.constexpr):
     """A share of dq to the writer, in the order in which a thread holds it: it stores 16 bytes at a time."""
     x = gl.reshape(dq, [4, 2, 8, 8, 4, 2])                                  # (warp, half, row, block, pair, column)
     x = gl.reshape(gl.permute(x, (3, 0, 2, 4, 1, 5)), [64, 64])
     mbarrier.wait(dq_empty.index(GROUP), i & 1 ^ 1)                         # TMA has read the share before
     dq_tiles.index(GROUP).store(x)
     fence_async_shared()                                                    # before TMA reads what threads wrote
-    mbarrier.arrive(dq_full.index(GROUP), count=1)
+    named_barrier("arrive", DQ_FULL + GROUP, met_by(1))
 
 
 @gluon.jit
 def write(args):
     """Adds each tile's two shares to the sums of dq."""
-    dq_desc, dq_tiles, dq_full, dq_empty, first_tile, n_tiles, begin, end, group = args
-    i = 0
+    dq_desc, dq_tiles, dq_empty, first_tile, n_tiles, begin, end, group = args
     for head in range(group):
         for tile in range(begin, end):
             share = (first_tile + head * n_tiles + tile) * 2
             for g in gl.static_range(2):
-                mbarrier.wait(dq_full.index(g), i & 1)
+                named_barrier("sync", DQ_FULL + g, met_by(1))
                 tma_reduce_add(dq_desc, [(share + g) * 64, 0], dq_tiles.index(g))
             tma.store_wait(0)
             for g in gl.static_range(2):
                 mbarrier.arrive(dq_empty.index(g), count=1)
-            i += 1
 
 
 @triton.jit

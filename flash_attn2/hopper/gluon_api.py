@@ -21,8 +21,8 @@ def tma_reduce_add(descriptor, coordinates, tile, _semantic=None):
 @builtin
 def named_barrier(action, index, threads, _semantic=None):
     """bar.sync or bar.arrive on hardware barrier `index` of 16, complete at `threads` threads. Triton itself takes the
-    low ones, one a partition. An arrival costs one instruction, where mbarrier.arrive first syncs its partition."""
+    low ones, one a partition."""
     action, threads = map(_unwrap_if_constexpr, (action, threads))
     index = _semantic.to_tensor(index)
-    return gl.inline_asm_elementwise(f"bar.{action} $1, {threads}; mov.u32 $0, 0;", "=r,r", [index], dtype=gl.int32,
-                                     is_pure=False, pack=1, _semantic=_semantic)
+    return gl.inline_asm_elementwise(f"bar.{action} $1, {threads}; mov.u32 $0, 0;", "=r,r,~{memory}", [index],
+                                     dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic)

@@ -1,8 +1,13 @@
 """Tiles on their way from memory to the tensor cores: a ring of stages in shared memory, and two barriers for each.
 
-`ready` completes when a tile's bytes have landed (TMA counts them), `empty` when all who read it have released it. A
-barrier flips its phase each time it completes: tile i lies in stage i % stages and is the (i // stages)-th there, so
-its readers wait for phase i // stages & 1, and the producer for the phase before, which on the first round is over.
+`ready` lies in shared memory and completes when a tile's bytes have landed (TMA counts them). It flips its phase each
+time: tile i lies in stage i % stages and is the (i // stages)-th there, so its readers wait for phase i // stages & 1.
+`empty` is one of the 16 hardware barriers: readers arrive and go on, and the producer, before it orders a tile into a
+stage for the second time, waits until all of them have. (An arrival at a barrier in shared memory is one thread's:
+triton lets the whole partition meet before it, and again after.)
+
+Whatever is allocated as a barrier must be used to the end. Triton gives memory away that nobody uses any more, and
+memory that has held a barrier comes back changed when a kernel is stopped for another process (LOG.md, 2026-11-30).
 """
 import functools
 
@@ -13,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .gluon_api import aggregate
+from .gluon_api import aggregate, named_barrier
 
 
 def rows_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
@@ -37,24 +42,33 @@ def barriers(number: gl.constexpr, arrivals: gl.constexpr):
     return bars
 
 
+@gluon.constexpr_function
+def met_by(groups):
+    """Threads of `groups` warpgroups and of one warp more."""
+    return groups * 128 + 32
+
+
 @aggregate
 class Ring:
     tiles: gl.shared_memory_descriptor      # [stages, *box]
     ready: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
+    empty: gl.constexpr                     # number of the first stage's hardware barrier
+    threads: gl.constexpr                   # that meet there: of all readers and the producer
     stages: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, tiles, ready, empty, stages):
+    def __init__(self, tiles, ready, empty, threads, stages):
         self.tiles = tiles
         self.ready = ready
-        self.empty = empty
+        self.empty = gl.constexpr(empty)
+        self.threads = gl.constexpr(threads)
         self.stages = gl.constexpr(stages)
 
     @gluon.jit
     def wait_empty(self, i):
         """Producer: until all have released what lay in tile i's stage."""
-        mbarrier.wait(self.empty.index(i % self.stages), (i // self.stages & 1) ^ 1)
+        if i >= self.stages:
+            named_barrier("sync", self.empty + i % self.stages, self.threads)
 
     @gluon.jit
     def fill(self, i, desc, coordinates):
@@ -74,18 +88,19 @@ class Ring:
 
     @gluon.jit
     def release(self, i):
-        """Reader: nothing of its partition reads tile i any more."""
-        mbarrier.arrive(self.empty.index(i % self.stages), count=1)
+        """Reader: this warp reads tile i no more."""
+        named_barrier("arrive", self.empty + i % self.stages, self.threads)
 
 
 @gluon.jit
-def ring(desc, stages: gl.constexpr, readers: gl.constexpr):
+def ring(desc, stages: gl.constexpr, groups: gl.constexpr, empty: gl.constexpr):
+    """A ring that `groups` warpgroups read, with the hardware barriers empty .. empty + stages - 1."""
     tiles = gl.allocate_shared_memory(desc.dtype, [stages] + desc.block_type.shape, desc.layout)
-    return Ring(tiles, barriers(stages, 1), barriers(stages, readers), stages)
+    return Ring(tiles, barriers(stages, 1), empty, met_by(groups), stages)
 
 
 @gluon.jit
 def ring_beside(other, desc):
     """Tiles that come with those of another ring, behind barriers of their own, and are released with them."""
     tiles = gl.allocate_shared_memory(desc.dtype, [other.stages] + desc.block_type.shape, desc.layout)
-    return Ring(tiles, barriers(other.stages, 1), other.empty, other.stages)
+    return Ring(tiles, barriers(other.stages, 1), other.empty, other.threads, other.stages)
