@@ -42,7 +42,7 @@ class Config(NamedTuple):
 
 # By head width; measured (LOG.md).
 CONFIG = {64: Config(3, 128, 2, False, False, 128), 128: Config(2, 128, 2, True, True, 168)}
-EMPTY, Q_EMPTY = gl.constexpr(8), gl.constexpr(12)      # hardware barriers: stages of k, then of v; q
+Q_EMPTY, EMPTY = gl.constexpr(7), gl.constexpr(8)       # hardware barriers: q; the stages of k, then of v
 
 
 @gluon.jit
@@ -144,6 +144,7 @@ def attend(args, item, turn, at, GROUP: gl.constexpr, GROUPS: gl.constexpr, BLOC
 @gluon.jit
 def consume(args, todo, n_items, GROUP: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
             OVERLAP: gl.constexpr):
+    """A group, over the items of its program: one, or as many as the producer draws."""
     if todo is None:
         attend(args, gl.program_id(0), 0, 0, GROUP, GROUPS, BLOCK_N, D, OVERLAP)
     else:
@@ -178,6 +179,7 @@ def order(args, item, turn, at, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def produce(args, todo, counter, n_items, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr):
+    """The producer warp, over the same items: it orders the next one's tiles as soon as there is room."""
     if todo is None:
         order(args, gl.program_id(0), 0, 0, GROUPS, BLOCK_N)
     else:
