@@ -31,7 +31,7 @@ from attention_cases import (
 )
 from test_compile import SHARED, print_table, resources, table_of
 
-from flash_attn2 import causal_mask, flash_attention, reference
+from flash_attn2 import causal_mask, dispatch, flash_attention, reference
 from flash_attn2.dispatch import HEAD_DIMS
 
 HERE = Path(__file__).resolve()
@@ -138,8 +138,9 @@ def measure(job: Job) -> dict:
                          options=options)
     row = dict(job._asdict(), shared=out.metadata.shared, said=ptxas(out.asm["ptx"]), maxnreg=options.get("maxnreg"),
                allocations=allocations(out.asm["ttgir"]), **resources(out.asm["cubin"]))
-    if job.kernel == "forward_kernel":
-        row["exponentials"] = exponentials_under_p_v(out.asm["cubin"])
+    code = disassembled(out.asm["cubin"])
+    row["arrivals"] = [out.asm["ptx"].count("bar.arrive"), code.count("BAR.ARV")]
+    row["exponentials"] = count_exponentials(code) if job.kernel == "forward_kernel" else []
     return row
 
 
@@ -182,17 +183,16 @@ def ptxas(ptx: str) -> list[str]:
     return sorted(set(re.findall(r"\bC\d{4}\b", ran.stdout + ran.stderr)))
 
 
-def exponentials_under_p_v(cubin: bytes) -> list[int]:
-    """How many stand between the wait that leaves one product in flight and the next wait for all, for each group."""
+def disassembled(cubin: bytes) -> str:
     from triton import knobs
     with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
         f.write(cubin)
         f.flush()
-        sass = subprocess.check_output([knobs.nvidia.nvdisasm.path, "-c", f.name], text=True)
-    return count_exponentials(sass)
+        return subprocess.check_output([knobs.nvidia.nvdisasm.path, "-c", f.name], text=True, stderr=subprocess.DEVNULL)
 
 
 def count_exponentials(sass: str) -> list[int]:
+    """How many stand between the wait that leaves one product in flight and the next wait for all, for each group."""
     parts = re.split(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x1\b", sass)[1:]
     return [re.split(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x0\b", part)[0].count("MUFU.EX2") for part in parts]
 
@@ -213,6 +213,8 @@ def faults(job: Job, row: dict) -> list[str]:
         found.append("no barriers: not read aright, or named otherwise")
     if registers and not row["regs"] == row["maxnreg"] == registers:
         found.append(f"{row['regs']} registers, {row['maxnreg']} asked for, not {registers}")
+    if row["arrivals"][0] != row["arrivals"][1]:
+        found.append("{} arrivals at hardware barriers written, {} assembled".format(*row["arrivals"]))
     if job.kernel == "forward_kernel" and job.D == 128:
         counts = row["exponentials"]
         if len(counts) != 2 or min(counts) < EXPONENTIALS:
@@ -236,11 +238,12 @@ FREE = [("bars", 8, 16), ("bars_1", 16, 24), ("tiles", 24, 32)]
     (dict(allocations=[*FREE, ("tiles", 4, 9)]), "tiles on bars"),
     (dict(allocations=[]), "no barriers"),
     (dict(said=["C7510"]), "ptxas says C7510"), (dict(regs=160), "160 registers"),
+    (dict(arrivals=[5, 6]), "5 arrivals at hardware barriers written, 6 assembled"),
     (dict(exponentials=[66, 63]), "exponentials under p v"), (dict(exponentials=[]), "exponentials under p v")],
-    ids=["shared", "stack", "on_a_barrier", "no_barriers", "serialized", "registers", "hoisted", "no_wait"])
+    ids=["shared", "stack", "on_a_barrier", "no_barriers", "serialized", "registers", "arrivals", "hoisted", "no_wait"])
 def test_a_fault_is_seen(change, message):
     row = dict(shared=227 * 1024, stack=0, allocations=FREE, said=["C7000"], regs=168, maxnreg=168,
-               exponentials=[66, 66])
+               arrivals=[5, 5], exponentials=[66, 66])
     job = Job("forward_kernel", 128, "bfloat16")
     assert not faults(job, row) and message in faults(job, row | change)[0]
 
@@ -324,6 +327,42 @@ def test_as_good_as_torch(name, dtype, D, device, poison):
     unseen = ~seen.any(-2)
     if unseen.dim() == 1 and unseen.any():
         assert (got["dk"][:, unseen] == 0).all() and (got["dv"][:, unseen] == 0).all()
+
+
+@on_sm_90
+@pytest.mark.parametrize("programs", [1, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_a_program_of_many_items(name, programs, device, monkeypatch):
+    """As on a card of few multiprocessors: who walks which rows, and after which, changes no bit of o and lse."""
+    from flash_attn2.hopper import forward
+    case = CASES[name]._replace(D=128)
+    q, k, v = (t.detach() for t in make_inputs(case, torch.bfloat16, device)[:3])
+    mask = make_mask(case, device)[0]
+    expected = forward.forward(q, k, v, mask, 0.1)
+    monkeypatch.setattr(forward, "multiprocessors", lambda device: programs)
+    o, lse = forward.forward(q, k, v, mask, 0.1)
+    assert torch.equal(o, expected[0]) and torch.equal(lse, expected[1])
+
+
+@on_sm_90
+@pytest.mark.parametrize("D", HEAD_DIMS)
+def test_in_a_cuda_graph(D, device):
+    """Captured once, replayed on other numbers: the counter of items and the sums of dq begin at 0 again."""
+    x = make_inputs(Case(1000, B=8, H=6, H_kv=3, D=D), torch.bfloat16, device)
+    q, k, v, do = (t.detach() for t in x[:4])
+
+    def step():
+        o, lse = dispatch.forward(q, k, v, causal_mask(), 0.1, kernels="hopper")
+        return dict(zip(("o", "lse", "dq", "dk", "dv"), (o, lse, *dispatch.backward(
+            do, None, q, k, v, o, lse, causal_mask(), 0.1, kernels="hopper")), strict=True))
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for factor in (1.0, -2.0):
+        q *= factor
+        graph.replay()
+        assert_same_bits(captured, step(), any_order=True, where=f"q times {factor}")
 
 
 VIEWS = {

@@ -95,6 +95,7 @@ class Ring:
 @gluon.jit
 def ring(desc, stages: gl.constexpr, groups: gl.constexpr, empty: gl.constexpr):
     """A ring that `groups` warpgroups read, with the hardware barriers empty .. empty + stages - 1."""
+    gl.static_assert(empty + stages <= 16, "there are 16 hardware barriers")
     tiles = gl.allocate_shared_memory(desc.dtype, [stages] + desc.block_type.shape, desc.layout)
     return Ring(tiles, barriers(stages, 1), empty, met_by(groups), stages)
 

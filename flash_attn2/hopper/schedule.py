@@ -1,8 +1,8 @@
 """Items of work, and a grid that stays: as many programs as multiprocessors, which draw one item after another.
 
 An item is the query rows that a program walks at once, in one head. The next item's tiles come while the last one's
-rows are finished, so nothing waits for a program to begin or end. Items are drawn from a counter, longest first, so
-all programs end together. The producer warp draws them, and tells the groups through shared memory.
+rows are finished, so nothing waits for a program to begin or end. Items are drawn from a counter, a head's longest
+first, so all programs end together. The producer warp draws them, and tells the groups through shared memory.
 """
 import functools
 
