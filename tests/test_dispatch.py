@@ -7,7 +7,7 @@ import pytest
 import torch
 from attention_cases import Case, make_inputs, ours
 
-from flash_attn2 import causal_mask, dispatch, flash_attention, hopper
+from flash_attn2 import causal_mask, dispatch, flash_attention, flash_attn_func, flash_attn_varlen_func, hopper
 from flash_attn2.dispatch import why_not_hopper
 
 
@@ -161,3 +161,16 @@ def test_the_chosen_pair_is_called(kernels, deterministic, forward, backward, ho
     finally:
         torch.use_deterministic_algorithms(before)
     assert called == [f"{forward} forward", f"{backward} backward"]
+
+
+def packed(q, k, v, **options):
+    cu_seqlens = torch.tensor([0, 2, 5], dtype=torch.int32)
+    return flash_attn_varlen_func(q[0], k[0], v[0], cu_seqlens, cu_seqlens, 3, 3, **options)
+
+
+@pytest.mark.parametrize("call", [flash_attn_func, packed])
+@pytest.mark.parametrize("deterministic, backward", [(False, "hopper"), (True, "triton")])
+def test_flash_attns_calls_hand_deterministic_on(deterministic, backward, call, called):
+    x = make_inputs(Case(5, D=16), torch.float32, torch.device("cpu"))
+    call(*x[:3], causal=True, deterministic=deterministic).sum().backward()
+    assert called == ["hopper forward", f"{backward} backward"]

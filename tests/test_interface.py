@@ -737,7 +737,7 @@ def test_max_seqlen_changes_nothing(longest, device):
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_deterministic_changes_nothing(deterministic, device):
+def test_deterministic_changes_no_bit_of_the_triton_pair(deterministic, device):
     x = make_inputs(Case(20, D=16, H=1), torch.float32, device)
     first = fixed_results(x, causal=True)
     assert all(torch.equal(v, first[n]) for n, v in fixed_results(x, causal=True, deterministic=deterministic).items())
