@@ -2,8 +2,8 @@
 
     from flash_attn2 import flash_attn_func, flash_attn_varlen_func     # was: from flash_attn import ...
 
-What we have not is an error, never ignored: dropout, alibi_slopes, block_table. `deterministic` takes
-the Triton backward where the Hopper one would run, whose dq repeats only to rounding (dispatch.py).
+What we have not is an error, never ignored: dropout, alibi_slopes, block_table. `deterministic` takes the
+Triton backward where the Hopper one would run, whose dq repeats only to rounding (dispatch.py).
 """
 import weakref
 from itertools import pairwise

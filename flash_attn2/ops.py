@@ -23,8 +23,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask,
     tests) of any strides; under autocast float32 becomes its dtype. softmax_scale > 0, 1 / sqrt(D) by default. softcap
     > 0 bends each logit x to softcap * tanh(x / softcap). Returns o (B, Tq, H, D) in q's dtype and lse (B, H, Tq) in
     float32, natural log, differentiable too. A query that sees no key gets o = 0, lse = -inf and no gradient. kernels:
-    auto, hopper or triton (dispatch.py). Repeats bit for bit, but for dq of the Hopper kernels, which
-    repeats to rounding; with deterministic=True auto takes Triton's backward, and hopper is an error.
+    auto, hopper or triton (dispatch.py). Repeats bit for bit, but for dq of the Hopper kernels, which repeats to
+    rounding; with deterministic=True, or torch's own switch, auto takes Triton's backward and hopper is an error.
     Raises ValueError or TypeError before any launch."""
     check_tensors(q=q, k=k, v=v)
     q, k, v = _autocast(q, k, v)

@@ -26,6 +26,13 @@ def seed():
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def deterministic_no_longer():
+    """A run under train.deterministic turns torch's switch for the whole process."""
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 def poisoned(allocate):
     def allocate_and_fill(*args, **kwargs):
         x = allocate(*args, **kwargs)

@@ -132,34 +132,26 @@ def called(monkeypatch):
     return names
 
 
-ROUTES = [
-    ("auto", False, "hopper", "hopper"), ("hopper", False, "hopper", "hopper"), ("triton", False, "triton", "triton"),
-    ("auto", True, "hopper", "triton"), ("triton", True, "triton", "triton")]
+ROUTES = [("auto", None, "hopper", "hopper"), ("hopper", None, "hopper", "hopper"),
+          ("triton", None, "triton", "triton")] + [
+    (kernels, how, forward, "triton") for kernels, forward in (("auto", "hopper"), ("triton", "triton"))
+    for how in ("flag", "torch")]
 
 
 @pytest.mark.parametrize("how", ["flag", "torch"])
 def test_hoppers_backward_is_not_deterministic(how, called):
     x = make_inputs(Case(5, D=16), torch.float32, torch.device("cpu"))
-    before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(how == "torch")
-    try:
-        with pytest.raises(ValueError, match="kernels='hopper' sums dq in any order; for a deterministic"):
-            ours(x, causal_mask(), kernels="hopper", deterministic=how == "flag")
-    finally:
-        torch.use_deterministic_algorithms(before)
+    with pytest.raises(ValueError, match="kernels='hopper' sums dq in any order; for a deterministic"):
+        ours(x, causal_mask(), kernels="hopper", deterministic=how == "flag")
 
 
-@pytest.mark.parametrize("how", ["flag", "torch"])
-@pytest.mark.parametrize("kernels, deterministic, forward, backward", ROUTES)
-def test_the_chosen_pair_is_called(kernels, deterministic, forward, backward, how, called):
-    """Asked for by the flag, or of all of torch. Who names a pair gets it."""
+@pytest.mark.parametrize("kernels, how, forward, backward", ROUTES)
+def test_the_chosen_pair_is_called(kernels, how, forward, backward, called):
+    """Deterministic by the flag, or by torch's switch. Who names a pair gets it."""
     x = make_inputs(Case(5, D=16), torch.float32, torch.device("cpu"))
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(deterministic and how == "torch")
-    try:
-        ours(x, causal_mask(), kernels=kernels, deterministic=deterministic and how == "flag")
-    finally:
-        torch.use_deterministic_algorithms(before)
+    torch.use_deterministic_algorithms(how == "torch")
+    ours(x, causal_mask(), kernels=kernels, deterministic=how == "flag")
     assert called == [f"{forward} forward", f"{backward} backward"]
 
 

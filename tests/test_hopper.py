@@ -42,6 +42,7 @@ MAXNREG = {("forward_kernel", 64): 128, ("forward_kernel", 128): 168,
            ("backward_kernel", 64): 168, ("backward_kernel", 128): 168}
 # ptxas: wgmma serialized (7510, 7512, 7514), or its registers' limit ignored (7507).
 SERIALIZED = ("C7507", "C7510", "C7512", "C7514")
+OURS = 6                # first of our named barriers; triton takes lower ones, one a partition
 EXPONENTIALS = 64       # of a thread between issuing p v and waiting for it, D 128: a tile of 64 x 128 has that many
 
 
@@ -140,12 +141,14 @@ def measure(job: Job) -> dict:
                allocations=allocations(out.asm["ttgir"]), **resources(out.asm["cubin"]))
     code = disassembled(out.asm["cubin"])
     row["arrivals"] = [out.asm["ptx"].count("bar.arrive"), code.count("BAR.ARV")]
+    row["tritons"] = max(map(int, re.findall(r"\bbar(?:rier)?\.sync\s+(\d+)", out.asm["ptx"])), default=0)
     row["exponentials"] = count_exponentials(code) if job.kernel == "forward_kernel" else []
     return row
 
 
 def allocations(ttgir: str) -> list[tuple[str, int, int]]:
-    """(name, first byte, end) of what a kernel allocates in shared memory, as triton lays it out."""
+    """(name, first byte, end) of what a kernel allocates in shared memory, as triton lays it out. Not what the compiler
+    adds: scratch, captures."""
     from triton._C.libtriton import ir, nvidia, passes
     context = ir.context()
     ir.load_dialects(context)
@@ -204,17 +207,20 @@ def faults(job: Job, row: dict) -> list[str]:
     allowed = SPILLS[job.grouped] if (job.kernel, job.D) == ("backward_kernel", 64) else 0
     if row["stack"] > allowed:
         found.append(f"{row['stack']} bytes of stack, {allowed} allowed")
+    registers = MAXNREG.get((job.kernel, job.D))
+    if registers and not any(name.startswith("bars") for name, *_ in row["allocations"]):
+        found.append("no barriers: not read aright, or named otherwise")
     if overlaps := on_barriers(row["allocations"]):
         found.append(f"shared memory: {', '.join(overlaps)}")
     if said := set(row["said"]) & set(SERIALIZED):
         found.append(f"ptxas says {', '.join(sorted(said))}")
-    registers = MAXNREG.get((job.kernel, job.D))
-    if registers and not any(name.startswith("bars") for name, *_ in row["allocations"]):
-        found.append("no barriers: not read aright, or named otherwise")
     if registers and not row["regs"] == row["maxnreg"] == registers:
         found.append(f"{row['regs']} registers, {row['maxnreg']} asked for, not {registers}")
+    # ptxas may drop a volatile asm in a branch, or double it: a barrier never completes then, or completes early.
     if row["arrivals"][0] != row["arrivals"][1]:
-        found.append("{} arrivals at hardware barriers written, {} assembled".format(*row["arrivals"]))
+        found.append("{} arrivals at named barriers written, {} assembled".format(*row["arrivals"]))
+    if row["tritons"] >= OURS:
+        found.append(f"triton takes named barrier {row['tritons']}, ours begin at {OURS}")
     if job.kernel == "forward_kernel" and job.D == 128:
         counts = row["exponentials"]
         if len(counts) != 2 or min(counts) < EXPONENTIALS:
@@ -238,12 +244,14 @@ FREE = [("bars", 8, 16), ("bars_1", 16, 24), ("tiles", 24, 32)]
     (dict(allocations=[*FREE, ("tiles", 4, 9)]), "tiles on bars"),
     (dict(allocations=[]), "no barriers"),
     (dict(said=["C7510"]), "ptxas says C7510"), (dict(regs=160), "160 registers"),
-    (dict(arrivals=[5, 6]), "5 arrivals at hardware barriers written, 6 assembled"),
+    (dict(arrivals=[5, 6]), "5 arrivals at named barriers written, 6 assembled"),
+    (dict(tritons=6), "triton takes named barrier 6"),
     (dict(exponentials=[66, 63]), "exponentials under p v"), (dict(exponentials=[]), "exponentials under p v")],
-    ids=["shared", "stack", "on_a_barrier", "no_barriers", "serialized", "registers", "arrivals", "hoisted", "no_wait"])
+    ids=["shared", "stack", "on_a_barrier", "no_barriers", "serialized", "registers", "arrivals", "tritons", "hoisted",
+         "no_wait"])
 def test_a_fault_is_seen(change, message):
     row = dict(shared=227 * 1024, stack=0, allocations=FREE, said=["C7000"], regs=168, maxnreg=168,
-               arrivals=[5, 5], exponentials=[66, 66])
+               arrivals=[5, 5], tritons=3, exponentials=[66, 66])
     job = Job("forward_kernel", 128, "bfloat16")
     assert not faults(job, row) and message in faults(job, row | change)[0]
 

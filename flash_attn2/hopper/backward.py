@@ -38,7 +38,7 @@ class Config(NamedTuple):
 
 
 CONFIG = {64: Config(128, 2, True), 128: Config(64, 3, False)}     # by head width; measured (LOG.md)
-# Hardware barriers: "the other group's ds is there", for each group and even and odd steps; the end; stages.
+# Named barriers: "the other group's ds is there", for each group and even and odd steps; the end; stages.
 DS_READY, DONE, EMPTY = gl.constexpr(8), gl.constexpr(12), gl.constexpr(13)
 
 
@@ -154,6 +154,7 @@ def consume(args, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, D: gl.constexpr, E
 
 @gluon.jit
 def produce(args, BLOCK_M: gl.constexpr):
+    """The producer warp: k and v once, then q, do and rows of each step."""
     (k_desc, v_desc, q_desc, do_desc, rows_desc, k_tile, v_tile, queries, grads, rows, kv_ready, b, h, h_kv, n0,
      first_tile, n_tiles, begin, end, group) = args
     mbarrier.expect(kv_ready, k_desc.block_type.nbytes + v_desc.block_type.nbytes)

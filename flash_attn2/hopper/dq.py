@@ -16,9 +16,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ..forward import LOG2E
 from ..tiles import load_rows, store_rows
 from .gluon_api import named_barrier, tma_reduce_add
-from .pipeline import box_layout, met_by
+from .pipeline import box_layout, threads_of
 
-DQ_FULL = gl.constexpr(6)       # hardware barriers, one a group: its share is there
+DQ_FULL = gl.constexpr(6)       # named barriers, one a group: its share is there
 
 
 def buffers(tiles: int, BLOCK_M: int,
@@ -66,7 +66,7 @@ def hand_over(dq, i, dq_tiles, dq_empty, GROUP: gl.constexpr):
     mbarrier.wait(dq_empty.index(GROUP), i & 1 ^ 1)                         # TMA has read the share before
     dq_tiles.index(GROUP).store(x)
     fence_async_shared()                                                    # before TMA reads what threads wrote
-    named_barrier("arrive", DQ_FULL + GROUP, met_by(1))
+    named_barrier("arrive", DQ_FULL + GROUP, threads_of(1))
 
 
 @gluon.jit
@@ -77,7 +77,7 @@ def write(args):
         for tile in range(begin, end):
             share = (first_tile + head * n_tiles + tile) * 2
             for g in gl.static_range(2):
-                named_barrier("sync", DQ_FULL + g, met_by(1))
+                named_barrier("sync", DQ_FULL + g, threads_of(1))
                 tma_reduce_add(dq_desc, [(share + g) * 64, 0], dq_tiles.index(g))
             tma.store_wait(0)
             for g in gl.static_range(2):

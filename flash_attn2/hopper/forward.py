@@ -24,8 +24,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..forward import LN2, on_device, scales
 from ..masks import Mask, edges, interval, tile_range
 from .gluon_api import barrier, named_barrier
-from .pipeline import barriers, met_by, ring, rows_descriptor
-from .schedule import draw, items, multiprocessors, work
+from .pipeline import barriers, ring, rows_descriptor, threads_of
+from .schedule import draw, items, locate, multiprocessors
 from .softmax import down_to, softmax_step, thread_sums, up_to
 
 ROWS = gl.constexpr(64)     # of a group: what one warpgroup's product takes
@@ -42,7 +42,7 @@ class Config(NamedTuple):
 
 # By head width; measured (LOG.md).
 CONFIG = {64: Config(3, 128, 2, False, False, 128), 128: Config(2, 128, 2, True, True, 168)}
-Q_EMPTY, EMPTY = gl.constexpr(7), gl.constexpr(8)       # hardware barriers: q; the stages of k, then of v
+Q_EMPTY, EMPTY = gl.constexpr(7), gl.constexpr(8)       # named barriers: q; the stages of k, then of v
 
 
 @gluon.jit
@@ -87,7 +87,7 @@ def attend(args, item, turn, at, GROUP: gl.constexpr, GROUPS: gl.constexpr, BLOC
     q_tiles, q_ready, o_tiles, keys, values, o_desc, lse_ptr, lo_ptr, hi_ptr, Tq, Tk, H, left, right, scale_log2 = args
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)        # as it lies in registers: converting is free
-    b, h, m0, first, n = work(item, lo_ptr, hi_ptr, Tq, Tk, H, left, right, GROUPS * ROWS, BLOCK_N)
+    b, h, m0, first, n = locate(item, lo_ptr, hi_ptr, Tq, Tk, H, left, right, GROUPS * ROWS, BLOCK_N)
     m0 += GROUP * ROWS
     if lo_ptr is not None:
         lo_ptr += b.to(gl.int64) * Tq
@@ -131,7 +131,7 @@ def attend(args, item, turn, at, GROUP: gl.constexpr, GROUPS: gl.constexpr, BLOC
             values.release(step - 1)
         acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, o_layout))[:, None]
         p_op = gl.convert_layout(p_low, p_layout)
-    named_barrier("arrive", Q_EMPTY, met_by(GROUPS))
+    named_barrier("arrive", Q_EMPTY, threads_of(GROUPS))
     values.wait(at + stop - 1)
     pv = warpgroup_mma(p_op, values.tile(at + stop - 1, BLOCK_N, D), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[pv])
@@ -162,9 +162,9 @@ def consume(args, todo, n_items, GROUP: gl.constexpr, GROUPS: gl.constexpr, BLOC
 def order(args, item, turn, at, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr):
     """Orders q, k and v of an item, k and v as tiles at, at + 1, ... of the rings. -> how many tiles they are."""
     q_desc, k_desc, v_desc, q_tiles, q_ready, keys, values, lo_ptr, hi_ptr, Tq, Tk, H, group, left, right = args
-    b, h, m0, first, n = work(item, lo_ptr, hi_ptr, Tq, Tk, H, left, right, GROUPS * ROWS, BLOCK_N)
+    b, h, m0, first, n = locate(item, lo_ptr, hi_ptr, Tq, Tk, H, left, right, GROUPS * ROWS, BLOCK_N)
     if turn > 0:
-        named_barrier("sync", Q_EMPTY, met_by(GROUPS))
+        named_barrier("sync", Q_EMPTY, threads_of(GROUPS))
     mbarrier.expect(q_ready, GROUPS * q_desc.block_type.nbytes)
     for g in gl.static_range(GROUPS):
         tma.async_copy_global_to_shared(q_desc, [b, m0 + g * ROWS, h, 0], q_ready, q_tiles.index(g))

@@ -20,8 +20,8 @@ def tma_reduce_add(descriptor, coordinates, tile, _semantic=None):
 
 @builtin
 def named_barrier(action, index, threads, _semantic=None):
-    """bar.sync or bar.arrive on hardware barrier `index` of 16, complete at `threads` threads. Triton itself takes the
-    low ones, one a partition."""
+    """bar.sync or bar.arrive on named barrier `index` of 16, complete at `threads` threads. Triton itself takes 0, 1
+    and, from 2, one a partition; ours begin at 6 (a test reads the PTX)."""
     action, threads = map(_unwrap_if_constexpr, (action, threads))
     index = _semantic.to_tensor(index)
     return gl.inline_asm_elementwise(f"bar.{action} $1, {threads}; mov.u32 $0, 0;", "=r,r,~{memory}", [index],

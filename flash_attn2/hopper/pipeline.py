@@ -2,12 +2,13 @@
 
 `ready` lies in shared memory and completes when a tile's bytes have landed (TMA counts them). It flips its phase each
 time: tile i lies in stage i % stages and is the (i // stages)-th there, so its readers wait for phase i // stages & 1.
-`empty` is one of the 16 hardware barriers: readers arrive and go on, and the producer, before it orders a tile into a
-stage for the second time, waits until all of them have. (An arrival at a barrier in shared memory is one thread's:
-triton lets the whole partition meet before it, and again after.)
+`empty` is a named barrier, one of the 16 that the hardware has (bar.sync, bar.arrive): readers arrive and go on, and
+the producer, before it fills a stage again, waits until all of them have. (An arrival at a barrier in shared memory is
+one thread's: triton lets the whole partition meet before it, and again after.)
 
-Whatever is allocated as a barrier must be used to the end. Triton gives memory away that nobody uses any more, and
-memory that has held a barrier comes back changed when a kernel is stopped for another process (LOG.md, 2026-11-30).
+Allocate no barrier that nobody uses. Triton gives the memory of what is used no more to something else, and memory that
+has held a barrier comes back changed when a kernel is stopped for another process (LOG.md, 2026-11-30;
+`test_hopper.on_barriers` looks).
 """
 import functools
 
@@ -43,8 +44,8 @@ def barriers(number: gl.constexpr, arrivals: gl.constexpr):
 
 
 @gluon.constexpr_function
-def met_by(groups):
-    """Threads of `groups` warpgroups and of one warp more."""
+def threads_of(groups):
+    """Threads that meet at a named barrier: of `groups` warpgroups and one warp more."""
     return groups * 128 + 32
 
 
@@ -52,7 +53,7 @@ def met_by(groups):
 class Ring:
     tiles: gl.shared_memory_descriptor      # [stages, *box]
     ready: gl.shared_memory_descriptor
-    empty: gl.constexpr                     # number of the first stage's hardware barrier
+    empty: gl.constexpr                     # number of the first stage's named barrier
     threads: gl.constexpr                   # that meet there: of all readers and the producer
     stages: gl.constexpr
 
@@ -94,10 +95,10 @@ class Ring:
 
 @gluon.jit
 def ring(desc, stages: gl.constexpr, groups: gl.constexpr, empty: gl.constexpr):
-    """A ring that `groups` warpgroups read, with the hardware barriers empty .. empty + stages - 1."""
-    gl.static_assert(empty + stages <= 16, "there are 16 hardware barriers")
+    """A ring that `groups` warpgroups read, with the named barriers empty .. empty + stages - 1."""
+    gl.static_assert(empty + stages <= 16, "there are 16 named barriers")
     tiles = gl.allocate_shared_memory(desc.dtype, [stages] + desc.block_type.shape, desc.layout)
-    return Ring(tiles, barriers(stages, 1), empty, met_by(groups), stages)
+    return Ring(tiles, barriers(stages, 1), empty, threads_of(groups), stages)
 
 
 @gluon.jit

@@ -1,4 +1,4 @@
-"""Items of work, and a grid that stays: as many programs as multiprocessors, which draw one item after another.
+"""Items of work, and a persistent grid: as many programs as multiprocessors, each drawing one item after another.
 
 An item is the query rows that a program walks at once, in one head. The next item's tiles come while the last one's
 rows are finished, so nothing waits for a program to begin or end. Items are drawn from a counter, a head's longest
@@ -33,7 +33,8 @@ class Items:
 
     @gluon.jit
     def put(self, turn, item):
-        """Producer: the item of a turn. All groups must have taken that of two turns before."""
+        """Producer: the item of a turn. All groups have taken that of two turns before: in the last turn
+        `forward.order` waited for them."""
         self.slots.index(turn & 1).store(gl.full([1], item, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
         mbarrier.arrive(self.ready.index(turn & 1), count=1)
 
@@ -59,8 +60,9 @@ def draw(counter):
 
 
 @gluon.jit
-def work(item, lo_ptr, hi_ptr, Tq, Tk, H, left, right, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """An item: BLOCK_M query rows from m0 of head h in batch row b, over n key tiles first, first - 1, ..."""
+def locate(item, lo_ptr, hi_ptr, Tq, Tk, H, left, right, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Where an item lies -> b, h, m0, first, n: BLOCK_M query rows from m0 of head h in batch row b, over the n key
+    tiles first, first - 1, ..."""
     n_tiles = gl.cdiv(Tq, BLOCK_M)
     m0 = (n_tiles - 1 - item % n_tiles) * BLOCK_M       # causal: the longest rows first, head after head (k, v in L2)
     b = item // n_tiles // H

@@ -28,7 +28,7 @@ def softmax_step(s, m, l, scale_log2, edge, dtype: gl.constexpr):
     """-> p, alpha, m, l: as the Triton kernel's, p in q's dtype, l (ROWS, 8) by thread.
 
     The branch mends rows that have seen no key yet: -inf - -inf. It also stands between the exponentials and the wait
-    for p v that follows, which ptxas otherwise hoists above them (README.md)."""
+    for p v that follows, which ptxas otherwise hoists above them (flash_attn2/README.md, step 4)."""
     l_rows: gl.constexpr = gl.SliceLayout(1, l.type.layout)
     m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
     p = gl.exp2(s * scale_log2 - m_new[:, None])
