@@ -10,7 +10,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-IGNORE = -1     # a target that predicts nothing
+from loss import compute_dtype, linear_cross_entropy
+
 EPS = 1e-5      # said aloud: torch's default for RMSNorm is the input dtype's, 0.008 in bfloat16
 
 
@@ -18,11 +19,12 @@ class GPT(nn.Module):
     """A causal language model.
 
     c is config.Model; vocab_size counts the tokenizer's ids, seq_len bounds learned positions, attention is a
-    flash_attn2.backends.Attention. Public facts: windows (one per layer, 0 for the whole row), n_head, head_dim."""
+    flash_attn2.backends.Attention, run_block(block, *args) runs a block (runtime.memory has others). Public facts:
+    windows (one per layer, 0 for the whole row), n_head, head_dim."""
 
-    def __init__(self, c, vocab_size: int, seq_len: int, attention):
+    def __init__(self, c, vocab_size: int, seq_len: int, attention, run_block=lambda block, *args: block(*args)):
         super().__init__()
-        self.attention = attention
+        self.attention, self.run_block = attention, run_block
         self.n_head, self.head_dim = c.n_head, c.d_model // c.n_head
         self.windows = [c.window if c.window_pattern[i % len(c.window_pattern)] == "S" else 0 for i in range(c.n_layer)]
         self.rope_theta = c.rope_theta if c.position == "rope" else None
@@ -58,14 +60,15 @@ class GPT(nn.Module):
         x = self.embed(tokens)
         if self.positions is not None:
             x = x + self.positions(position)
+        x = x.to(compute_dtype(x))              # the residual stream; its sums are bfloat16's under autocast
         rotation = None if self.rope_theta is None else rope(position, self.head_dim, self.rope_theta)
         masks = {w: self.attention.mask(T, w, doc_start, device) for w in sorted(set(self.windows))}
         for block, window in zip(self.blocks, self.windows, strict=True):
-            x = block(x, rotation, masks[window])
-        logits = self.lm_head(self.norm(x))
+            x = self.run_block(block, x, rotation, masks[window])
+        x = self.norm(x)
         if targets is None:
-            return logits[..., :self.vocab_size].float()
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE, reduction="sum")
+            return self.lm_head(x)[..., :self.vocab_size].float()
+        return linear_cross_entropy(x, self.lm_head.weight, targets)
 
 
 class Block(nn.Module):
@@ -87,6 +90,9 @@ class Block(nn.Module):
         self.mlp_out = nn.Linear(width, c.d_model, bias=c.bias)
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None, mask) -> Tensor:
+        return self.feed(self.attend(x, rotation, mask))
+
+    def attend(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None, mask) -> Tensor:
         B, T, _ = x.shape
         heads = self.qkv(self.attention_norm(x)).view(B, T, self.n_head + 2 * self.n_kv_head, self.head_dim)
         q, k, v = heads.split([self.n_head, self.n_kv_head, self.n_kv_head], dim=2)        # (B, T, H or H_kv, D)
@@ -95,7 +101,10 @@ class Block(nn.Module):
         if rotation is not None:
             q, k = rotate(q, *rotation), rotate(k, *rotation)
         o = self.attention(q.to(v.dtype), k.to(v.dtype), v, mask)
-        x = x + self.attention_out(o.flatten(2))
+        return x + self.attention_out(o.flatten(2))
+
+    def feed(self, x: Tensor) -> Tensor:
+        """Token by token."""
         return x + self.mlp_out(self.activation(self.mlp_in(self.mlp_norm(x))))
 
     def activation(self, h: Tensor) -> Tensor:
@@ -105,8 +114,23 @@ class Block(nn.Module):
         return F.silu(gate) * up
 
 
+class LikeInput:
+    """A norm that autocast computes in float32 gives its input's dtype back."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).to(x.dtype)
+
+
+class LayerNorm(LikeInput, nn.LayerNorm):
+    pass
+
+
+class RMSNorm(LikeInput, nn.RMSNorm):
+    pass
+
+
 def norm(c) -> nn.Module:
-    return nn.RMSNorm(c.d_model, EPS) if c.norm == "rmsnorm" else nn.LayerNorm(c.d_model, EPS, bias=c.bias)
+    return RMSNorm(c.d_model, EPS) if c.norm == "rmsnorm" else LayerNorm(c.d_model, EPS, bias=c.bias)
 
 
 def rope(position: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
@@ -121,10 +145,3 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x (B, T, H, D) with its two halves taken as the two coordinates of D/2 planes."""
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
-
-
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Matrices decay; biases and gains do not."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    return [dict(params=[p for p in parameters if p.dim() >= 2], weight_decay=weight_decay),
-            dict(params=[p for p in parameters if p.dim() < 2], weight_decay=0.0)]

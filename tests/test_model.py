@@ -8,7 +8,7 @@ import torch
 import config as configs
 from config import Model
 from flash_attn2 import backends
-from model import GPT, parameter_groups, rope
+from model import GPT, rope
 
 SMALL = Model(n_layer=2, n_head=4, d_model=32, attention="sdpa")
 MODERN = dataclasses.replace(SMALL, n_kv_head=2, norm="rmsnorm", position="rope", qk_norm=True, mlp="swiglu",
@@ -139,14 +139,6 @@ def test_rope_sees_only_distances():
     assert abs(score(7, 3) - score(7, 4)) > 1e-3
 
 
-def test_parameter_groups_cover_everything_once():
-    model = build(SMALL)
-    decayed, plain = parameter_groups(model, 0.1)
-    assert {p.dim() for p in decayed["params"]} == {2} and {p.dim() for p in plain["params"]} == {1}
-    assert len(decayed["params"]) + len(plain["params"]) == len(list(model.parameters()))
-    assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
-
-
 CHOICES = dict(norm=["layernorm", "rmsnorm"], position=["learned", "rope"], mlp=["gelu", "swiglu"], bias=[True, False],
                qk_norm=[True, False], n_kv_head=[0, 1, 2], tied_embeddings=[True, False], d_ff=[0, 48])
 
@@ -155,7 +147,7 @@ CHOICES = dict(norm=["layernorm", "rmsnorm"], position=["learned", "rope"], mlp=
 def test_every_choice_overfits_one_batch(field, value):
     model = build(dataclasses.replace(SMALL, **{field: value}))
     tokens = torch.randint(0, 50, (2, 33))
-    optimizer = torch.optim.AdamW(parameter_groups(model, 0.0), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
     for _ in range(40):
         loss = model(tokens[:, :-1], tokens[:, 1:]) / 64
         loss.backward()
@@ -178,3 +170,13 @@ def test_flash_attn2_and_sdpa_give_the_same_loss_and_gradients(c):
         grads.append({n: p.grad for n, p in model.named_parameters()})
     for name in grads[0]:
         torch.testing.assert_close(grads[0][name], grads[1][name], rtol=1e-3, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("name, count", [("124m", 124_439_808), ("350m", 354_823_168), ("774m", 774_030_080),
+                                         ("1500m", 1_557_611_200)])
+def test_gpt2_presets_have_its_parameters(name, count):
+    """Of the released checkpoints."""
+    with torch.device("meta"):
+        c = configs.load(f"configs/gpt2_{name}.py")
+        model = GPT(c.model, 50_257, c.data.seq_len, None)
+    assert sum(p.numel() for p in model.parameters()) == count
