@@ -22,7 +22,7 @@ test-compat:     ## the kernels under the oldest triton we support, in an enviro
 	$(MAKE) setup VENV=.venv-compat
 	.venv-compat/bin/pip install 'triton==3.6.0' 'numpy<2.4'
 	.venv-compat/bin/python -m pytest tests/test_forward.py tests/test_backward.py tests/test_tiles.py tests/test_compile.py \
-	  tests/test_hopper.py
+	  tests/test_hopper.py tests/test_step_kernels.py tests/test_loss.py tests/test_optimizer.py
 
 lint: setup
 	$(BIN)/ruff check .
