@@ -82,9 +82,15 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Optim:
+    name: Literal["adamw", "muon"] = "adamw"
+    """muon: for the matrices of the blocks, AdamW for the rest."""
     lr: float = 6e-4
     min_lr: float = 6e-5
-    """Learning rate at the end of the cosine."""
+    """Learning rate at the end."""
+    schedule: Literal["cosine", "wsd"] = "cosine"
+    """From lr to min_lr all along the run, or (warm-up, stable, decay) over its last decay_fraction."""
+    decay_fraction: float = 0.2
+    """Of all steps, for wsd."""
     warmup_steps: int = 100
     beta1: float = 0.9
     beta2: float = 0.95
@@ -104,8 +110,16 @@ class Train:
     """Autocast dtype; auto: bfloat16 on a GPU, float32 on a CPU."""
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile; auto: on for a GPU."""
+    checkpointing: Literal["none", "selective", "full"] = "none"
+    """What the backward computes again: no product, all but attention, everything. Less memory, slower."""
+    offload: bool = False
+    """The blocks' inputs wait for the backward in host memory; with selective or full."""
+    mlp_chunk: int = 0
+    """Tokens that the MLP takes at a time, which then keeps only its input; 0: the whole row."""
     deterministic: bool = False
     """Bit-for-bit repeatable, with slower kernels where that needs them."""
+    evaluate: bool = True
+    """On held-out tokens, on the way and at the end."""
     eval_every: int = 250
     """Steps between evaluations; 0: at the end only."""
     eval_tokens: int = 100_000
@@ -114,6 +128,10 @@ class Train:
     """The same for the evaluation at the end."""
     checkpoint_every: int = 250
     """Steps between checkpoints; 0: at the end only."""
+    save: bool = True
+    """Write checkpoints; without them the run cannot be resumed."""
+    profile_step: int = 0
+    """The step whose kernels are written to kernels.json; 0: none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,9 +190,8 @@ def load(path: str | Path, argv: list[str] = ()) -> Config:
     path = Path(path)
     config = from_json(path / "config.json") if path.is_dir() else _from_python(path)
     check_types(config)
-    said = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(said := io.StringIO()):
             config = tyro.cli(Config, default=config, args=list(argv), prog=f"train.py {path}")
     except SystemExit as stop:
         if not stop.code:                                   # --help
@@ -182,6 +199,16 @@ def load(path: str | Path, argv: list[str] = ()) -> Config:
         raise ValueError(re.sub(r"[─│╭╮╰╯\s]+", " ", said.getvalue()).strip()) from None
     validate(config)
     return config
+
+
+def take_plan(argv: list[str]) -> tuple[list[str], str | None]:
+    """Without --plan, and what it says: None, there is none; "" or a GPU's name, after it or after a "="."""
+    at = next((i for i, word in enumerate(argv) if word.partition("=")[0] == "--plan"), None)
+    if at is None:
+        return argv, None
+    _, equals, gpu = argv[at].partition("=")
+    named = not equals and at > 0 and at + 1 < len(argv) and not argv[at + 1].startswith("--")
+    return argv[:at] + argv[at + 1 + named:], argv[at + 1] if named else gpu
 
 
 def to_json(config: Config) -> str:
@@ -257,7 +284,16 @@ def validate(c: Config) -> None:
     _rule("/" not in c.run.name, f"run.name={c.run.name!r} must be a name, not a path: run.dir takes one")
     _rule(0 < c.data.val_fraction < 1, f"data.val_fraction={c.data.val_fraction} must lie between 0 and 1")
     _rule(o.min_lr <= o.lr, f"optim.min_lr={o.min_lr} must not exceed optim.lr={o.lr}")
+    _rule(0 < o.decay_fraction <= 1, f"optim.decay_fraction={o.decay_fraction} must be above 0 and at most 1")
     _rule(max(o.beta1, o.beta2) < 1, f"optim.beta1={o.beta1} and optim.beta2={o.beta2} must be below 1")
+    _rule(c.train.checkpointing != "selective" or m.attention not in ("sdpa:math", "reference", "flex"),
+          f"train.checkpointing='selective' cannot keep the attention of model.attention={m.attention!r}: not one op")
+    _rule(c.train.profile_step <= c.train.max_steps,
+          f"train.profile_step={c.train.profile_step} must not exceed train.max_steps={c.train.max_steps}")
+    _rule(not c.train.offload or c.train.checkpointing != "none",
+          "train.offload=True needs train.checkpointing='selective' or 'full': with 'none' inputs are the least of it")
+    _rule(c.data.seq_len % (c.train.mlp_chunk or 1) == 0, f"data.seq_len={c.data.seq_len} must be a multiple of "
+          f"train.mlp_chunk={c.train.mlp_chunk}")
     micro = c.data.batch * c.data.seq_len
     _rule(c.train.tokens_per_step % micro == 0, f"train.tokens_per_step={c.train.tokens_per_step} must be a multiple "
           f"of data.batch * data.seq_len = {micro}")
@@ -295,6 +331,5 @@ def _nearest_keyword(message: str) -> str:
 
 
 def _spell(hint) -> str:
-    if typing.get_origin(hint) is Literal:
-        return "one of " + ", ".join(map(repr, typing.get_args(hint)))
-    return hint.__name__ if isinstance(hint, type) else str(hint)
+    choices = ", ".join(map(repr, typing.get_args(hint))) if typing.get_origin(hint) is Literal else ""
+    return f"one of {choices}" if choices else hint.__name__ if isinstance(hint, type) else str(hint)

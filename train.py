@@ -1,10 +1,10 @@
 """Train a GPT: python train.py configs/quickstart.py [--optim.lr 1e-3 ...]; go on with it: python train.py runs/NAME.
 
-Several GPUs: torchrun --nproc-per-node 2 train.py CONFIG. Read main and set_up at the bottom first, then train.
+What it would need: python train.py CONFIG --plan [GPU]. Several GPUs: torchrun --nproc-per-node 2 train.py CONFIG.
+Read main and set_up at the bottom first, then train.
 """
 import contextlib
 import json
-import math
 import os
 import sys
 import time
@@ -17,19 +17,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 import config as configs
 from config import Config
-from data import prepare
+from data import prepare, tokenizer
 from data.loader import Batch, Loader
 from flash_attn2 import backends
-from model import GPT, parameter_groups
-from runtime import checkpoint, flops, parallel
+from model import GPT
+from runtime import checkpoint, flops, memory, parallel, plan, profile
 from runtime.metrics import Metrics, environment, write_whole
-
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+from runtime.optimizer import Optimizer, learning_rate
 
 
 @dataclass
 class Job:
-    """All that the loop needs. `model` is the module itself, `compute` what runs: compiled, in DDP, or the same."""
+    """All that the loop needs. `model` is the module itself, `compute` that or DDP around it."""
     config: Config
     folder: Path
     ranks: parallel.Ranks
@@ -37,7 +36,7 @@ class Job:
     model: GPT
     compute: nn.Module
     compiled: bool
-    optimizer: torch.optim.Optimizer
+    optimizer: Optimizer
     train_data: Loader
     val_data: Loader
     clock: flops.Clock
@@ -45,6 +44,7 @@ class Job:
     step: int = 0                       # optimizer steps done
     tokens: int = 0
     since_row: list[Tensor] = field(default_factory=list)   # (2,) summed nats and targets of each step since a row
+    ahead: tuple[int, list[Batch]] = (-1, [])               # a step and its batches, read before their time
 
     @property
     def micro_steps(self) -> int:
@@ -60,17 +60,21 @@ class Job:
 def train(job: Job) -> None:
     """Steps until train.max_steps, with a row, an evaluation and a checkpoint every so often."""
     t, every = job.config.train, job.config.log.every
-    if job.compiled and job.step < t.max_steps:
+    if job.compiled and t.max_steps - job.step > flops.UNMEASURED:      # a shorter run measures no speed
         warm_up(job)
     while job.step < t.max_steps:
-        norm, lr = train_step(job)
+        profiled = job.ranks.first and job.step + 1 == t.profile_step
+        with profile.recorded(job.folder) if profiled else contextlib.nullcontext():
+            norm, lr = train_step(job)
+            if profiled:
+                job.clock.settle()      # what recording has yet to do is no training
         job.step, job.tokens = job.step + 1, job.tokens + job.tokens_per_step
         last = job.step == t.max_steps
         if job.step % every == 0 or last or job.step == 1:
             log_train(job, norm, lr)
-        if due(job.step, t.eval_every) or last:
+        if t.evaluate and (due(job.step, t.eval_every) or last):
             log(job, {"val/loss": evaluate(job, t.final_eval_tokens if last else t.eval_tokens)})
-        if due(job.step, t.checkpoint_every) or last:
+        if t.save and (due(job.step, t.checkpoint_every) or last):
             save(job)
 
 
@@ -81,9 +85,11 @@ def warm_up(job: Job) -> None:
     alone, packed = batch._replace(doc_start=None), batch._replace(doc_start=torch.zeros_like(batch.tokens).int())
     for variant in [alone, packed] if job.config.data.document_mask else [alone]:
         forward(job, job.compute, variant).backward()
+        job.optimizer.zero_grad()
         with torch.no_grad():
             forward(job, without_ddp(job), variant)
-    job.optimizer.zero_grad(set_to_none=True)
+    if job.ranks.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(job.ranks.device)
     if job.ranks.first:
         print(f"compiled in {time.perf_counter() - began:.0f} s", flush=True)
 
@@ -91,31 +97,35 @@ def warm_up(job: Job) -> None:
 def train_step(job: Job) -> tuple[Tensor, float]:
     """One optimizer step over all micro-batches and ranks, each target weighing the same. -> gradient norm, lr."""
     job.clock.start()
-    c, ranks = job.config, job.ranks
-    batches = [job.train_data.batch(job.step, micro, ranks.rank, ranks.world) for micro in range(job.micro_steps)]
-    targets = ranks.sum(torch.tensor(sum(int((b.targets >= 0).sum()) for b in batches), device=ranks.device))
+    ranks, batches = job.ranks, batches_of(job, job.step)
+    targets = ranks.sum(ranks.send(torch.tensor(sum(int((b.targets >= 0).sum()) for b in batches))))
     total = torch.zeros((), device=ranks.device)
     for micro, batch in enumerate(batches):
         with no_sync(job, micro < len(batches) - 1):
             loss = forward(job, job.compute, batch)
             (loss * (ranks.world / targets.clamp(min=1))).backward()    # DDP averages over ranks: undo it
         total += loss.detach()
-    norm = nn.utils.clip_grad_norm_(job.model.parameters(), c.optim.grad_clip or math.inf)
-    lr = learning_rate(job.step, c)
-    for group in job.optimizer.param_groups:
-        group["lr"] = lr
-    job.optimizer.step()
-    job.optimizer.zero_grad(set_to_none=True)
+    lr = learning_rate(job.step, job.config)
+    norm = job.optimizer.step(lr)
+    if job.step + 1 < job.config.train.max_steps:       # while the GPU is at work
+        with contextlib.suppress(ValueError, OSError):  # those are that step's, if it comes to it
+            job.ahead = job.step + 1, batches_of(job, job.step + 1)
     job.since_row.append(torch.stack([ranks.sum(total), targets.float()]))
     job.clock.stop(job.tokens_per_step, step_flops(job, batches))
     return norm, lr
 
 
+def batches_of(job: Job, step: int) -> list[Batch]:
+    """This rank's micro-batches of a step."""
+    if job.ahead[0] == step:
+        return job.ahead[1]
+    return [job.train_data.batch(step, micro, job.ranks.rank, job.ranks.world) for micro in range(job.micro_steps)]
+
+
 def forward(job: Job, compute: nn.Module, batch: Batch) -> Tensor:
     """Summed nats of a batch."""
-    device = job.ranks.device
-    tokens, targets, doc_start = (None if x is None else x.to(device) for x in batch)
-    with torch.autocast(device.type, job.dtype, enabled=job.dtype != torch.float32):
+    tokens, targets, doc_start = (None if x is None else job.ranks.send(x) for x in batch)
+    with torch.autocast(job.ranks.device.type, job.dtype, enabled=job.dtype != torch.float32):
         return compute(tokens, targets, doc_start)
 
 
@@ -137,7 +147,7 @@ def save(job: Job) -> None:
     job.clock.settle()
     if job.ranks.first:
         checkpoint.save(job.folder, job.step, dict(
-            model=job.model.state_dict(), optimizer=job.optimizer.state_dict(), step=job.step, tokens=job.tokens,
+            model=job.optimizer.weights(), optimizer=job.optimizer.state_dict(), step=job.step, tokens=job.tokens,
             since_row=[x.tolist() for x in job.since_row], random=checkpoint.random_state(job.ranks.device),
             wandb_id=job.metrics.wandb_id))
     job.ranks.barrier()
@@ -157,15 +167,6 @@ def log_train(job: Job, norm: Tensor, lr: float) -> None:
 def log(job: Job, row: dict) -> None:
     if job.metrics:
         job.metrics.log({"step": job.step, "tokens": job.tokens, **row})
-
-
-def learning_rate(step: int, c: Config) -> float:
-    """Of the step after `step` steps: a linear rise over warmup_steps, then a cosine down to min_lr."""
-    o = c.optim
-    if step < o.warmup_steps:
-        return o.lr * (step + 1) / o.warmup_steps
-    done = (step - o.warmup_steps) / max(1, c.train.max_steps - 1 - o.warmup_steps)
-    return o.min_lr + (o.lr - o.min_lr) * (1 + math.cos(math.pi * min(done, 1.0))) / 2
 
 
 def step_flops(job: Job, batches: list[Batch]) -> int:
@@ -197,19 +198,24 @@ def set_up(path: Path, argv: list[str]) -> Job:
     c = configs.load(path, argv)
     ranks = parallel.start(c.run.device)
     state = checkpoint.load(path) if path.is_dir() and checkpoint.steps(path) else None
-    folder = run_folder(c, path)
-    dtype = DTYPES["bfloat16" if ranks.device.type == "cuda" else "float32"] if c.train.dtype == "auto" \
-        else DTYPES[c.train.dtype]
+    folder = checkpoint.run_folder(c, path)
+    automatic = "bfloat16" if ranks.device.type == "cuda" else "float32"
+    dtype = getattr(torch, automatic if c.train.dtype == "auto" else c.train.dtype)
     seed_everything(c)
     attention = make_attention(c, ranks, dtype)
     loaders = make_loaders(c, ranks)
-    model = GPT(c.model, loaders["train_data"].vocab_size, c.data.seq_len, attention).to(ranks.device)
-    optimizer = torch.optim.AdamW(parameter_groups(model, c.optim.weight_decay), lr=c.optim.lr,
-                                  betas=(c.optim.beta1, c.optim.beta2), eps=c.optim.eps, fused=True)
-    peak = flops.peak_tflops(device_name(ranks), dtype, c.metrics.peak_tflops)
     compiled = c.train.compile == "on" or (c.train.compile == "auto" and ranks.device.type == "cuda")
-    job = Job(c, folder, ranks, dtype, model, computing(model, compiled, ranks), compiled, optimizer, **loaders,
-              clock=make_clock(model, c, ranks, peak[0]))
+    run_block = memory.block_runner(c.train.checkpointing, offload=c.train.offload, compiled=compiled,
+                                    mlp_chunk=c.train.mlp_chunk)
+    with ranks.device:                                  # drawing 1.3B weights takes a CPU half a minute
+        model = GPT(c.model, loaders["train_data"].vocab_size, c.data.seq_len, attention, run_block)
+    if compiled:
+        model.norm.compile(dynamic=False)
+    peak = flops.peak_tflops(ranks.device_name, dtype, c.metrics.peak_tflops)
+    compute = model if ranks.world == 1 else DistributedDataParallel(
+        model, [ranks.device.index] if ranks.device.type == "cuda" else None)
+    job = Job(c, folder, ranks, dtype, model, compute, compiled, make_optimizer(model, c, ranks, dtype),
+              **loaders, clock=make_clock(model, c, ranks, peak[0]))
     if state:
         restore(job, state)
     if ranks.first:
@@ -243,12 +249,10 @@ def make_loaders(c: Config, ranks: parallel.Ranks) -> dict[str, Loader]:
                                     seed=c.run.seed, document_mask=d.document_mask) for split in ("train", "val")}
 
 
-def computing(model: GPT, compiled: bool, ranks: parallel.Ranks) -> nn.Module:
-    """The model as it runs: compiled, and wrapped for several ranks."""
-    compute = torch.compile(model, dynamic=False) if compiled else model
-    if ranks.world > 1:
-        compute = DistributedDataParallel(compute, [ranks.device.index] if ranks.device.type == "cuda" else None)
-    return compute
+def make_optimizer(model: GPT, c: Config, ranks: parallel.Ranks, dtype: torch.dtype) -> Optimizer:
+    """Alone on a GPU the model computes from bfloat16 weights; DDP sums gradients in the weights' dtype."""
+    half = dtype if dtype == torch.bfloat16 and ranks.device.type == "cuda" and ranks.world == 1 else None
+    return Optimizer(model, c.optim, half=half, accumulates=c.train.tokens_per_step > c.data.batch * c.data.seq_len)
 
 
 def make_clock(model: GPT, c: Config, ranks: parallel.Ranks, peak: float | None) -> flops.Clock:
@@ -263,10 +267,8 @@ def make_clock(model: GPT, c: Config, ranks: parallel.Ranks, peak: float | None)
 def restore(job: Job, state: dict) -> None:
     """Weights, optimizer, position and random state of a checkpoint."""
     checkpoint.load_model(job.model, state["model"])
-    settings = [{k: v for k, v in group.items() if k != "params"} for group in job.optimizer.param_groups]
+    job.optimizer.load_weights(state["model"])
     job.optimizer.load_state_dict(state["optimizer"])
-    for group, ours in zip(job.optimizer.param_groups, settings, strict=True):
-        group.update(ours)                              # the config's, which the command line may have changed
     job.step, job.tokens = state["step"], state["tokens"]
     job.since_row = [torch.tensor(x, device=job.ranks.device) for x in state["since_row"]]
     checkpoint.restore_random_state(state["random"], job.ranks.device)
@@ -274,7 +276,7 @@ def restore(job: Job, state: dict) -> None:
 
 def write_record(job: Job, path: Path, peak: tuple[float | None, str], state: dict | None) -> None:
     """config.json, env.json and the metrics: from here on there is a run folder."""
-    c, name, resumed = job.config, device_name(job.ranks), path.is_dir()
+    c, name, resumed = job.config, job.ranks.device_name, path.is_dir()
     dtype = str(job.dtype).removeprefix("torch.")
     env = environment(name, dtype, peak)
     job.folder.mkdir(parents=True, exist_ok=resumed or bool(c.run.dir))
@@ -293,30 +295,6 @@ def write_record(job: Job, path: Path, peak: tuple[float | None, str], state: di
                           resume_step=job.step if resumed else None, extra_config={"env": env, "n_params": n_params})
 
 
-def run_folder(c: Config, path: Path) -> Path:
-    """The folder that is resumed, the one asked for, or the first free runs/NAME. ValueError: it is taken."""
-    if path.is_dir():
-        changed = configs.differences(configs.from_json(path / "config.json"), c)
-        for one in changed:
-            if one.startswith(("model.", "run.dir ")) and not one.startswith("model.attention "):
-                raise ValueError(f"{path} cannot go on as another run: {one}")
-        print("".join(f"changed: {one}\n" for one in changed), end="", flush=True)
-        return path
-    if c.run.dir:
-        folder = Path(c.run.dir)
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise ValueError(f"run.dir={c.run.dir!r} is not empty: go on with it (python train.py {c.run.dir}) or "
-                             "choose another")
-        return folder
-    name = c.run.name or path.stem
-    taken = (Path("runs") / (name if i == 1 else f"{name}-{i}") for i in range(1, 10**6))
-    return next(folder for folder in taken if not folder.exists())
-
-
-def device_name(ranks: parallel.Ranks) -> str:
-    return torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "cpu"
-
-
 def seed_everything(c: Config) -> None:
     torch.manual_seed(c.run.seed)
     if c.train.deterministic:
@@ -325,23 +303,41 @@ def seed_everything(c: Config) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False
 
 
+def on_paper(c: Config) -> GPT:
+    """The model without its weights."""
+    with torch.device("meta"):
+        return GPT(c.model, tokenizer.get(c.data.tokenizer).vocab_size, c.data.seq_len, None)
+
+
 def main(argv: list[str]) -> None:
-    if not argv or argv[0] in ("-h", "--help"):
+    words, gpu = configs.take_plan(argv)
+    if not words or words[0] in ("-h", "--help"):
         print(__doc__.strip() + "\nEvery flag: python train.py CONFIG --help")
         sys.exit(0 if argv else 2)
+    path, job, done = Path(words[0]), None, False
     with configs.one_line_errors():
-        job = set_up(Path(argv[0]), argv[1:])
-    done = False
+        c = configs.load(path, words[1:])
+        if gpu is not None:
+            here = torch.cuda.get_device_name() if torch.cuda.is_available() else "H200"
+            print(plan.report(c, gpu or here, on_paper(c)))
+            return
     try:
+        with configs.one_line_errors():
+            job = set_up(path, words[1:])
         if job.step >= job.config.train.max_steps:
             print(f"{job.folder} has done its {job.step} steps; --train.max-steps N adds some", flush=True)
         train(job)
         done = True
+    except torch.OutOfMemoryError:
+        when = f"after step {job.step}" if job else "before the first step"
+        print(f"error: out of GPU memory {when}. {plan.advice(c, on_paper(c))}", file=sys.stderr)
+        sys.exit(1)
     except KeyboardInterrupt:
-        print(f"interrupted at step {job.step}; go on with it: python train.py {job.folder}")
+        print(f"interrupted at step {job.step if job else 0}"
+              + (f"; go on with it: python train.py {job.folder}" if job and c.train.save else ""))
         sys.exit(130)
     finally:
-        if job.metrics:
+        if job and job.metrics:
             job.metrics.close(exit_code=0 if done else 1)
         parallel.stop()
 

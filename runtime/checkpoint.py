@@ -11,8 +11,32 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from config import Config, differences, from_json
+
 KEEP = 2        # the newest, and one to fall back to
 PARTS = {"model", "optimizer", "step", "tokens", "since_row", "random", "wandb_id"}
+
+
+def run_folder(c: Config, path: Path) -> Path:
+    """The folder that is resumed, the one asked for, or the first free runs/NAME. ValueError: it is taken."""
+    if path.is_dir():
+        if not from_json(path / "config.json").train.save and not steps(path):
+            raise ValueError(f"{path} was trained with train.save=False: there is nothing to go on from")
+        changed = differences(from_json(path / "config.json"), c)
+        for one in changed:
+            if one.startswith(("model.", "run.dir ")) and not one.startswith("model.attention "):
+                raise ValueError(f"{path} cannot go on as another run: {one}")
+        print("".join(f"changed: {one}\n" for one in changed), end="", flush=True)
+        return path
+    if c.run.dir:
+        folder = Path(c.run.dir)
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise ValueError(f"run.dir={c.run.dir!r} is not empty: go on with it (python train.py {c.run.dir}) or "
+                             "choose another")
+        return folder
+    name = c.run.name or path.stem
+    taken = (Path("runs") / (name if i == 1 else f"{name}-{i}") for i in range(1, 10**6))
+    return next(folder for folder in taken if not folder.exists())
 
 
 def save(run: Path, step: int, state: dict) -> Path:

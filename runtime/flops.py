@@ -87,23 +87,30 @@ def peak_tflops(device_name: str, dtype: torch.dtype | str,
                 override: float = 0.0) -> tuple[float | None, str]:
     """(dense peak of one device in TFLOP/s, where the number comes from); (None, why) where none is known.
 
-    device_name: as torch.cuda.get_device_name() spells it; matched by whole words, the entry with most words
-    wins. dtype: of the matrix products: bfloat16, float16 or float32. override: the user's own number; 0:
-    look it up. ValueError: override < 0."""
+    device_name: as torch.cuda.get_device_name() spells it. dtype: of the matrix products: bfloat16, float16 or
+    float32. override: the user's own number; 0: look it up. ValueError: override < 0."""
     if override < 0:
         raise ValueError(f"peak_tflops={override} must not be negative")
     if override:
         return float(override), "metrics.peak_tflops"
-    words = set(re.findall(r"[a-z0-9]+", device_name.lower()))
-    matches = [] if words & OTHER_CARDS else [name for name in PEAKS if set(name.lower().split()) <= words]
-    if not matches:
+    name = entry(PEAKS, device_name)
+    if name is None:
         return None, f"no peak known for device {device_name!r}; set metrics.peak_tflops"
-    name = max(matches, key=lambda match: len(match.split()))
     kind = str(dtype).removeprefix("torch.")
     peak = dict(zip(("bfloat16", "float16", "float32"), PEAKS[name], strict=True)).get(kind)
     if peak is None:
         return None, f"no {kind} peak known for {name}; set metrics.peak_tflops"
     return peak, f"datasheet of {name}, {kind}, dense"
+
+
+def entry(table: dict[str, object], device_name: str) -> str | None:
+    """The key of `table` whose words are all in the name, that with most words; None: none, or another card."""
+    words = set(re.findall(r"[a-z0-9]+", device_name.lower()))
+    matches = [] if words & OTHER_CARDS else [key for key in table if set(key.lower().split()) <= words]
+    return max(matches, key=lambda key: len(key.split()), default=None)
+
+
+UNMEASURED = 3      # steps after a start or a resume: kernels are still being chosen and memory found
 
 
 class Clock:
@@ -117,7 +124,7 @@ class Clock:
     of one device; None: no MFU. full_flops_per_token: for perf/mfu_full. now: a clock in seconds."""
 
     def __init__(self, *, world: int = 1, peak_tflops: float | None = None, full_flops_per_token: int = 0,
-                 warmup: int = 3, synchronize: Callable[[], None] = lambda: None,
+                 warmup: int = UNMEASURED, synchronize: Callable[[], None] = lambda: None,
                  now: Callable[[], float] = time.perf_counter):
         self.world, self.peak_tflops = world, peak_tflops
         self.full_flops_per_token = full_flops_per_token

@@ -17,6 +17,14 @@ class Ranks:
     def first(self) -> bool:
         return self.rank == 0
 
+    @property
+    def device_name(self) -> str:
+        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
+
+    def send(self, x: Tensor) -> Tensor:
+        """x on the device. From pinned memory: from any other the copy would wait for all work before it."""
+        return x.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else x
+
     def sum(self, x: Tensor) -> Tensor:
         """x summed over the ranks, in place."""
         if self.world > 1:

@@ -9,6 +9,7 @@ from small_run import flags, one_line_error, rows
 import config as configs
 import train
 from runtime import checkpoint
+from runtime.optimizer import Optimizer
 
 
 def save(run, step) -> None:
@@ -21,8 +22,30 @@ def weights(run) -> dict:
 
 @pytest.mark.parametrize("attention, steps, log_every", [("sdpa", 20, 1), ("sdpa", 20, 4), ("flash_attn2", 4, 1)])
 def test_20_steps_are_10_and_10_bit_for_bit(tmp_path, attention, steps, log_every):
-    train.main(flags(tmp_path, "--train.deterministic", "--train.max-steps", str(steps), "--model.attention", attention,
-                     "--train.checkpoint-every", str(steps // 2), "--log.every", str(log_every), name="whole"))
+    halves_are_the_whole(tmp_path, steps, "--model.attention", attention, "--log.every", str(log_every))
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_so_they_are_with_float32_masters(tmp_path, monkeypatch, name):
+    """As on a GPU, but of float16 weights: the interpreter knows no bfloat16."""
+    monkeypatch.setattr(train, "make_optimizer", lambda model, c, *_: Optimizer(
+        model, c.optim, half=torch.float16, accumulates=True))
+    weights = halves_are_the_whole(tmp_path, 4, "--train.dtype", "bfloat16", "--optim.name", name)
+    assert all(w.dtype == torch.float32 for w in weights.values())
+    assert any((w.half() != w).any() for w in weights.values())             # not the rounded ones
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_so_they_are_on_a_gpu(tmp_path, name):
+    weights = halves_are_the_whole(tmp_path, 6, "--optim.name", name)
+    assert any((w.bfloat16() != w).any() for w in weights.values())
+
+
+def halves_are_the_whole(tmp_path, steps: int, *more: str) -> dict:
+    """-> the weights at the end."""
+    train.main(flags(tmp_path, "--train.deterministic", "--train.max-steps", str(steps), *more,
+                     "--train.checkpoint-every", str(steps // 2), name="whole"))
     shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
     shutil.rmtree(tmp_path / "resumed" / "checkpoints" / f"step_{steps:08d}")      # as if killed after the first half
     train.main([str(tmp_path / "resumed")])
@@ -31,6 +54,7 @@ def test_20_steps_are_10_and_10_bit_for_bit(tmp_path, attention, steps, log_ever
     whole, resumed = weights(tmp_path / "whole"), weights(tmp_path / "resumed")
     assert whole.keys() == resumed.keys()
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    return whole
 
 
 def test_a_finished_run_says_so_and_can_go_on(tmp_path, capsys):
@@ -117,8 +141,14 @@ def test_resume_takes_the_command_lines_optimizer(tmp_path):
     train.main(flags(tmp_path, "--train.max-steps", "2"))
     job = train.set_up(tmp_path / "run", ["--optim.weight-decay", "0", "--optim.beta2", "0.5"])
     job.metrics.close()
-    assert [(g["weight_decay"], g["betas"]) for g in job.optimizer.param_groups] == [(0.0, (0.9, 0.5))] * 2
+    assert [(g["weight_decay"], g["betas"]) for g in job.optimizer.adamw.param_groups] == [(0.0, (0.9, 0.5))] * 2
     assert configs.load(tmp_path / "run").optim.weight_decay == 0
+
+
+def test_another_optimizer_cannot_go_on(tmp_path, capsys):
+    train.main(flags(tmp_path, "--train.max-steps", "2"))
+    with one_line_error(capsys, "the checkpoint's optimizer is adamw, not adamw+muon: optim.name cannot change"):
+        train.main([str(tmp_path / "run"), "--optim.name", "muon"])
 
 
 def test_resume_keeps_the_first_environment(tmp_path):
