@@ -46,9 +46,10 @@ class Optimizer:
                   for matrices, decay in ((True, o.weight_decay), (False, 0.0))]        # biases and gains do not decay
         options = dict(lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps)
         self.adamw = MasterAdamW(groups, options) if half else torch.optim.AdamW(groups, fused=True, **options)
-        self.parts, self.muon = {"adamw": self.adamw}, [p for p in self.masters if p in blocks]
-        if self.muon:
-            self.parts["muon"] = torch.optim.Muon([self.masters[p] for p in self.muon], lr=o.lr,
+        self.parts = {"adamw": self.adamw}
+        self.muon_weights = [p for p in self.masters if p in blocks]
+        if self.muon_weights:
+            self.parts["muon"] = torch.optim.Muon([self.masters[p] for p in self.muon_weights], lr=o.lr,
                                                   weight_decay=o.weight_decay, adjust_lr_fn="match_rms_adamw")
 
     @torch.no_grad()
@@ -60,22 +61,29 @@ class Optimizer:
         excess = (norm / self.grad_clip).clamp(min=1.0) if self.grad_clip else torch.ones_like(norm)
         for group in [g for part in self.parts.values() for g in part.param_groups]:
             group["lr"] = lr
-        # AdamW's kernel divides by the excess itself: a pass over all gradients less
+        self._step_adamw(grads, excess)
+        if self.muon_weights:
+            self._step_muon(grads, excess)
+        self.zero_grad()
+        return norm
+
+    def _step_adamw(self, grads: dict[nn.Parameter, Tensor], excess: Tensor) -> None:
+        """Its kernel divides by the excess, a pass over all gradients less: torch's fused AdamW takes grad_scale and
+        found_inf so from torch.amp.GradScaler, as attributes."""
         self.adamw.grad_scale, self.adamw.found_inf = excess, torch.zeros_like(excess)
         if isinstance(self.adamw, MasterAdamW):
             self.adamw.step({self.masters[p]: (p, grad) for p, grad in grads.items()})
         else:
             self.adamw.step()
-        if self.muon:
-            stepped = [p for p in self.muon if p in grads]
-            for p in stepped:
-                self.masters[p].grad = grads[p].float() / excess
-            self.parts["muon"].step()
-            for p in stepped:
-                p.copy_(self.masters[p])
-                self.masters[p].grad = None
-        self.zero_grad()
-        return norm
+
+    def _step_muon(self, grads: dict[nn.Parameter, Tensor], excess: Tensor) -> None:
+        stepped = [p for p in self.muon_weights if p in grads]
+        for p in stepped:
+            self.masters[p].grad = grads[p].float() / excess
+        self.parts["muon"].step()
+        for p in stepped:
+            p.copy_(self.masters[p])
+            self.masters[p].grad = None
 
     def zero_grad(self) -> None:
         self.sums.clear()

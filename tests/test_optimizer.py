@@ -113,7 +113,7 @@ def test_weights_are_the_masters_rounded(name, device, half):
         optimizer.step(1e-6)
     for p, master in optimizer.masters.items():
         assert torch.equal(p, master.to(p.dtype))
-        if all(p is not q for q in optimizer.muon):         # a constant gradient moves AdamW by lr a step
+        if all(p is not q for q in optimizer.muon_weights):         # a constant gradient moves AdamW by lr a step
             torch.testing.assert_close((before[p] - master) * direction[p].float(), torch.full_like(master, 2e-4),
                                        rtol=0.1, atol=1e-6)
         assert not torch.equal(before[p], master)
