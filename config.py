@@ -190,8 +190,9 @@ def load(path: str | Path, argv: list[str] = ()) -> Config:
     path = Path(path)
     config = from_json(path / "config.json") if path.is_dir() else _from_python(path)
     check_types(config)
+    said = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said := io.StringIO()):
+        with contextlib.redirect_stderr(said):
             config = tyro.cli(Config, default=config, args=list(argv), prog=f"train.py {path}")
     except SystemExit as stop:
         if not stop.code:                                   # --help
@@ -331,5 +332,6 @@ def _nearest_keyword(message: str) -> str:
 
 
 def _spell(hint) -> str:
-    choices = ", ".join(map(repr, typing.get_args(hint))) if typing.get_origin(hint) is Literal else ""
-    return f"one of {choices}" if choices else hint.__name__ if isinstance(hint, type) else str(hint)
+    if typing.get_origin(hint) is Literal:
+        return "one of " + ", ".join(map(repr, typing.get_args(hint)))
+    return hint.__name__ if isinstance(hint, type) else str(hint)

@@ -204,10 +204,7 @@ def model_flops(c: configs.Config) -> dict[str, float]:
     """FLOPs a token, as perf/mfu and perf/mfu_full count them, of one document a row and nanoGPT's vocabulary."""
     with torch.device("meta"):
         model = GPT(c.model, PEER_VOCAB, c.data.seq_len, None)
-    T, pairs = c.data.seq_len, [flops.attended_pairs(None, 1, c.data.seq_len, w) for w in model.windows]
-    n_params = sum(p.numel() for name, p in model.named_parameters() if not name.startswith("positions."))
-    return {"perf/mfu": flops.train_flops(model, T, pairs) / T,
-            "perf/mfu_full": flops.full_flops_per_token(n_params, c.model.n_layer, c.model.d_model, T)}
+    return dict(zip(("perf/mfu", "perf/mfu_full"), flops.per_token(model, c.data.seq_len), strict=True))
 
 
 def line(name: str, x: dict, theirs: dict | None) -> str:

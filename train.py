@@ -256,10 +256,7 @@ def make_optimizer(model: GPT, c: Config, ranks: parallel.Ranks, dtype: torch.dt
 
 
 def make_clock(model: GPT, c: Config, ranks: parallel.Ranks, peak: float | None) -> flops.Clock:
-    n_params = sum(p.numel() for p in model.parameters())
-    if model.positions is not None:
-        n_params -= model.positions.weight.numel()
-    full = flops.full_flops_per_token(n_params, c.model.n_layer, c.model.d_model, c.data.seq_len)
+    full = flops.per_token(model, c.data.seq_len)[1]
     synchronize = torch.cuda.synchronize if ranks.device.type == "cuda" else lambda: None
     return flops.Clock(world=ranks.world, peak_tflops=peak, full_flops_per_token=full, synchronize=synchronize)
 
@@ -315,12 +312,12 @@ def main(argv: list[str]) -> None:
         print(__doc__.strip() + "\nEvery flag: python train.py CONFIG --help")
         sys.exit(0 if argv else 2)
     path, job, done = Path(words[0]), None, False
-    with configs.one_line_errors():
-        c = configs.load(path, words[1:])
-        if gpu is not None:
+    if gpu is not None:
+        with configs.one_line_errors():
+            c = configs.load(path, words[1:])
             here = torch.cuda.get_device_name() if torch.cuda.is_available() else "H200"
             print(plan.report(c, gpu or here, on_paper(c)))
-            return
+        return
     try:
         with configs.one_line_errors():
             job = set_up(path, words[1:])
@@ -329,12 +326,13 @@ def main(argv: list[str]) -> None:
         train(job)
         done = True
     except torch.OutOfMemoryError:
-        when = f"after step {job.step}" if job else "before the first step"
-        print(f"error: out of GPU memory {when}. {plan.advice(c, on_paper(c))}", file=sys.stderr)
+        c, when = (job.config, f"after step {job.step}") if job else (configs.load(path, words[1:]), "at the start")
+        world = int(os.environ.get("WORLD_SIZE", 1))
+        print(f"error: out of GPU memory {when}. {plan.advice(c, on_paper(c), world)}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         print(f"interrupted at step {job.step if job else 0}"
-              + (f"; go on with it: python train.py {job.folder}" if job and c.train.save else ""))
+              + (f"; go on with it: python train.py {job.folder}" if job and job.config.train.save else ""))
         sys.exit(130)
     finally:
         if job and job.metrics:

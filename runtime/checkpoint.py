@@ -20,9 +20,10 @@ PARTS = {"model", "optimizer", "step", "tokens", "since_row", "random", "wandb_i
 def run_folder(c: Config, path: Path) -> Path:
     """The folder that is resumed, the one asked for, or the first free runs/NAME. ValueError: it is taken."""
     if path.is_dir():
-        if not from_json(path / "config.json").train.save and not steps(path):
+        saved = from_json(path / "config.json")
+        if not saved.train.save and not steps(path):
             raise ValueError(f"{path} was trained with train.save=False: there is nothing to go on from")
-        changed = differences(from_json(path / "config.json"), c)
+        changed = differences(saved, c)
         for one in changed:
             if one.startswith(("model.", "run.dir ")) and not one.startswith("model.attention "):
                 raise ValueError(f"{path} cannot go on as another run: {one}")

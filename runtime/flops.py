@@ -83,6 +83,14 @@ def full_flops_per_token(n_params: int, n_layer: int, d_model: int, T: int) -> i
     return 6 * n_params + 12 * n_layer * d_model * T
 
 
+def per_token(model: torch.nn.Module, T: int) -> tuple[float, int]:
+    """FLOPs a token of whole rows of T tokens, one document each: as perf/mfu and as perf/mfu_full count them. model: a
+    GPT, on the meta device too."""
+    exact = train_flops(model, T, [attended_pairs(None, 1, T, w) for w in model.windows]) / T
+    n_params = sum(p.numel() for name, p in model.named_parameters() if not name.startswith("positions."))
+    return exact, full_flops_per_token(n_params, len(model.windows), model.n_head * model.head_dim, T)
+
+
 def peak_tflops(device_name: str, dtype: torch.dtype | str,
                 override: float = 0.0) -> tuple[float | None, str]:
     """(dense peak of one device in TFLOP/s, where the number comes from); (None, why) where none is known.

@@ -30,9 +30,10 @@ def block_runner(kind: str, *, offload: bool = False, compiled: bool = False, ml
 
     offload: inputs wait in host memory. compiled: by torch.compile, once for all layers. mlp_chunk > 0: the MLP and its
     norm take so many tokens at a time and keep only their input, so that no hidden layer of a whole row ever exists."""
+    host = HostMemory() if offload else None        # one for both halves: the backward takes them in reverse order
     if not mlp_chunk:
-        return _runner("forward", kind, offload, compiled)
-    attend, feed = _runner("attend", kind, offload, compiled), _runner("feed", "full", offload, compiled)
+        return _runner("forward", kind, host, compiled)
+    attend, feed = _runner("attend", kind, host, compiled), _runner("feed", "full", host, compiled)
 
     def run(block, x: Tensor, *args) -> Tensor:
         parts = attend(block, x, *args).split(mlp_chunk, dim=1)
@@ -40,7 +41,7 @@ def block_runner(kind: str, *, offload: bool = False, compiled: bool = False, ml
     return run
 
 
-def _runner(method: str, kind: str, offload: bool, compiled: bool) -> Callable:
+def _runner(method: str, kind: str, host: "HostMemory | None", compiled: bool) -> Callable:
     def plain(block, *args):
         return getattr(block, method)(*args)
     run = plain
@@ -52,7 +53,7 @@ def _runner(method: str, kind: str, offload: bool, compiled: bool) -> Callable:
         # a graph for each: windows or none, documents or none, training or not; the halves; torch's limit is 8
         torch._dynamo.config.recompile_limit = max(16, torch._dynamo.config.recompile_limit)
         run = torch.compile(run, dynamic=False, fullgraph=True)
-    return functools.partial(HostMemory().run, run) if offload else run
+    return functools.partial(host.run, run) if host else run
 
 
 def _policy(kept: tuple[str, ...], context, op, *args, **kwargs) -> CheckpointPolicy:

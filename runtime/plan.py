@@ -116,7 +116,7 @@ def host_bytes(s: Shape) -> int:
 
 def at_work(s: Shape) -> int:
     """Bytes of one block's backward, the half of it that needs more: gradients on their way, and what it computes
-    again. An estimate, fitted to measured peaks; all else here is counted."""
+    again. An estimate; all else here is counted."""
     d, attention = s.d * s.e, 4 * s.d + 2 * s.qkv * s.e     # sums of dq in float32; dq, dk, dv and them side by side
     mlp = (2 * s.ff + s.hidden) * s.e                       # GELU's output and its gradient; mlp_in's output's gradient
     again = {name: n for name, n in kept(s, "none").items() if name not in kept(s) and name not in ("x", "middle")}
@@ -186,17 +186,16 @@ def longest(s: Shape, gib: float) -> int:
     return step * bisect_left(range(1, 2**20), True, key=lambda n: not fits(replace(s, seq_len=n * step), gib))
 
 
-def report(c: Config, gpu: str, model: nn.Module, world: int = 1) -> str:
+def report(c: Config, gpu: str, model: nn.Module) -> str:
     """model: of this config, on the meta device. ValueError: a GPU whose memory is not known."""
-    s, gib = shape(c, model, world), usable_gib(gpu)
-    exact = flops.train_flops(model, s.seq_len, [flops.attended_pairs(None, 1, s.seq_len, w) for w in model.windows])
-    full = flops.full_flops_per_token(s.params, s.n_layer, s.d, s.seq_len)
+    s, gib = shape(c, model), usable_gib(gpu)
+    exact, full = flops.per_token(model, s.seq_len)
     without = f" ({s.params:,} without learned positions)" if s.positions else ""
     return "\n".join([
         f"rows              {s.batch} x {s.seq_len:,} tokens, checkpointing {s.kind}{', offload' * s.offload}"
         + (f", mlp_chunk {s.mlp_chunk:,}" if s.mlp_chunk else "") + f", {'bfloat16' if s.e == 2 else 'float32'}",
         f"parameters        {s.total:,}{without}",
-        f"FLOPs a token     {exact / s.seq_len / 1e9:.5g} G as perf/mfu counts, whole rows; "
+        f"FLOPs a token     {exact / 1e9:.5g} G as perf/mfu counts, whole rows; "
         f"{full / 1e9:.5g} G as perf/mfu_full", "", *_memory(s, gpu, gib), "", *_longest(s, gib)])
 
 

@@ -119,6 +119,16 @@ class Counter(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
+def test_both_halves_of_a_block_park_in_one_chain(monkeypatch):
+    """In the order of the forward, which the backward goes back: attention's input, then the MLP's chunks."""
+    chain, real = [], Parked.__init__
+    monkeypatch.setattr(Parked, "__init__", lambda self, x, stream, before: chain.append(
+        (self, x.shape[1], before)) or real(self, x, stream, before))
+    build("offload", dataclasses.replace(MODERN, n_layer=2), mlp_chunk=16)(*batch()).backward()
+    assert [tokens for _, tokens, _ in chain] == [32, 16, 16] * 2
+    assert [before for *_, before in chain] == [None, *(parked for parked, *_ in chain[:-1])]
+
+
 def test_what_is_parked_comes_back_in_order():
     """Each input is asked for while the block above is still at work: when one is taken, the one before is fetched."""
     x = [torch.full((4,), float(i)) for i in range(3)]
